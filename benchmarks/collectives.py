@@ -10,14 +10,14 @@ there. Prints tables, and writes them to docs/results/. Takes about 7 minutes pe
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from emulated import Layout, nodes
 from results import DOCS, MIB, facts, heading, ms, size_label, table, write
 
-from mntrain.bench.hardware_limits import HardwareLimits
+from mntrain.bench.hardware_limits import minimum_traffic
 
 VERBS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 PEERS = ("mpi", "gloo")
@@ -62,20 +62,36 @@ def measure(layout: Layout, options: argparse.Namespace, *, first: bool) -> dict
         with nodes(layout) as running:
             jobs.append(running.run("collectives.py", arguments, python.absolute()))
     copy = {int(c["mib"] * MIB): c["mib"] * MIB / c["together_s"] for c in jobs[0]["copies"]}
-    limits = HardwareLimits(layout.ranks, layout.bytes_per_s, copy)
     for job in jobs:
         for row in job["rows"]:
-            row["limit_s"] = limits.seconds(row["verb"], int(row["mib"] * MIB))
+            row["limit_s"] = limit_seconds(layout, copy, row["verb"], int(row["mib"] * MIB))
             row["share_of_limit"] = row["limit_s"] / row["median_s"]
-    limit = limits.description
+    limit = (
+        "the time of a copy of the tensor in this node's memory while all ranks copy at once; a "
+        "collective that touches less of it may be faster"
+    )
     if layout.link:
+        bytes_of = (f"{verb} {minimum_traffic(verb, layout.ranks):.3g} S" for verb in VERBS)
         limit = (
-            f"{limit.replace('measured', 'shaped')}. A link of {layout.link} carries "
+            "the bytes that a node must send or receive, over the speed of the shaped link; for S "
+            f"bytes: {', '.join(bytes_of)}. A link of {layout.link} carries "
             f"{layout.bytes_per_s / 1e6:g} MB/s of payload in each direction. The bf16 wire is "
             "compared with the limit of fp32, so its own limit is 200 %. A link passes bursts of "
             "128 KiB without delay, so short messages can exceed the limit"
         )
     return {**before, "layout": str(layout), "limit": limit, "jobs": jobs}
+
+
+def limit_seconds(layout: Layout, copy: Mapping[int, float], verb: str, nbytes: int) -> float:
+    """Return the time that the hardware allows for a collective on a tensor of `nbytes` bytes.
+
+    Between nodes: the bytes that some node must send or receive, over the link's speed. Within one
+    node: a copy of the tensor by all ranks at once, at `copy[nbytes]` bytes/s, which a collective
+    may beat if each rank touches only a part of it.
+    """
+    if layout.bytes_per_s is None:
+        return nbytes / copy[nbytes]
+    return minimum_traffic(verb, layout.ranks) * nbytes / layout.bytes_per_s
 
 
 def publish(page: dict[str, Any], name: str, output: Path) -> None:

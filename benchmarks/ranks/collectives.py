@@ -23,7 +23,6 @@ from mntrain.bench.candidates import (
     source_and_target,
     take_turns,
 )
-from mntrain.bench.hardware_limits import copy_speed
 from mntrain.comm import algorithms
 from mntrain.comm.ticket import AlgorithmChoice
 from mntrain.comm.world_collectives import WorldCollectives
@@ -58,11 +57,12 @@ def main() -> None:
         natives = mpi_variants(comm) if "mpi" in options.peers else {}
         if "gloo" in options.peers:
             start_gloo(comm)
-        pattern = Pattern(comm.rank, comm.size, torch.float32, world.device)
         rows, copies = [], []
         for mib in sorted({*options.mib, *options.other_mib}):
             nbytes = int(mib * MIB)
             memory = world.collectives.allocate(nbytes // 4, torch.float32, world.device)
+            padded = torch.empty(nbytes // 4 + comm.size)  # as gloo needs it
+            pattern = Pattern(comm.rank, comm.size, padded)
             if len(world.topology.nodes) == 1:
                 copies.append({"mib": mib, **copy_seconds(comm, nbytes)})
             for verb in options.verbs:
@@ -73,7 +73,7 @@ def main() -> None:
                     if "gloo" in options.peers:
                         candidates.append(gloo_candidate(verb, comm, nbytes, pattern))
                     rows += measure(comm, candidates, verb, mib, options.case_s)
-            del memory
+            del memory, padded, pattern
         if "gloo" in options.peers:
             stop_gloo(comm)
         if world.master:
@@ -189,6 +189,23 @@ def measure(
         row = {"verb": verb, "mib": mib, "what": candidate.name, "cpu_s": statistics.median(cpu)}
         rows.append({**row, "median_s": statistics.median(times), "times_s": times})
     return rows
+
+
+def copy_speed(nbytes: int, seconds: float) -> float:
+    """Return the speed of copies of `nbytes` bytes in host memory, in bytes/s. Local.
+
+    Each byte counts once, though it is read and written. Called by all ranks of a node together, it
+    measures each rank's share of their memory. Makes as many copies as fit into `seconds`, at
+    least three, after a warm-up.
+    """
+    source = torch.ones(nbytes, dtype=torch.uint8)
+    target = torch.zeros(nbytes, dtype=torch.uint8)
+    target.copy_(source)
+    copies, start = 0, time.perf_counter()
+    while copies < 3 or time.perf_counter() - start < seconds:
+        target.copy_(source)
+        copies += 1
+    return copies * nbytes / (time.perf_counter() - start)
 
 
 def copy_seconds(comm: MPI.Intracomm, nbytes: int) -> dict[str, float]:

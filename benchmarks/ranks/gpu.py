@@ -212,7 +212,7 @@ def transports(given: argparse.Namespace, _: torch.device) -> dict[str, Any]:
         for mib in given.mib:
             numel = int(mib * MIB) // 4
             memory = first.collectives.allocate(numel, torch.float32, first.device)
-            pattern = Pattern(comm.rank, comm.size, torch.float32, first.device)
+            pattern = Pattern(comm.rank, comm.size, memory)
             candidates = [
                 library_candidate(name, "all_reduce", world.collectives, memory, pattern)
                 for name, world in worlds.items()

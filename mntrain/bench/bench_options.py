@@ -2,7 +2,7 @@
 
 import re
 from functools import partial
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
@@ -13,17 +13,16 @@ from mntrain.options.config import Device
 from mntrain.options.types import STRICT, OptionalPath, OrNone, unique
 
 _PROGRAM = "python -m mntrain bench"
-_DESCRIPTION = f"""Measure the collectives of this cluster, and the share of the link's bandwidth
-(on one node: of the memory's) that they reach; say which options suit the links. For example:
+_DESCRIPTION = f"""Measure the collectives of this cluster in fp32, and the share of the link's
+bandwidth that they reach between nodes. For example:
   mpirun -n 4 {_PROGRAM}
       all collectives, by all algorithms, at five sizes: about a minute
   mpirun -n 4 {_PROGRAM} --comm.ranks-per-node 2
       the same on one machine, as if it were two nodes
-  mpirun -n 16 {_PROGRAM} --sizes 1M 256M --verbs all_reduce --json bench.json
-      two sizes of one collective, with all figures in a file"""
+  mpirun -n 16 {_PROGRAM} --sizes 1M 256M --json bench.json
+      two sizes, with all figures in a file"""
 
-Verb = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
-VERBS: tuple[Verb, ...] = get_args(Verb)
+VERBS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 ALGORITHMS = algorithms.names()
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -33,8 +32,8 @@ def _parse_size(word: Any) -> Any:
         return word
     match = re.fullmatch(r"(\d+)([KMG]?)", word.upper())
     nbytes = int(match[1]) * _UNITS[match[2]] if match else 0
-    if not nbytes or nbytes % 8:  # of fp64, the widest element
-        raise ValueError("must be a positive multiple of 8 bytes, such as 64K")
+    if not nbytes or nbytes % 4:
+        raise ValueError("must be a positive multiple of 4 bytes, such as 64K")
     return nbytes
 
 
@@ -59,9 +58,6 @@ class BenchOptions:
         validate_default=True,
         description="sizes of the tensor in bytes, such as 64K or 1M. K, M, G: powers of 1024.",
     )
-    verbs: Annotated[tuple[Verb, ...], AfterValidator(unique)] = Field(
-        default=VERBS, description=f"collectives to measure, of {', '.join(VERBS)}."
-    )
     algorithms: Annotated[
         tuple[Literal[ALGORITHMS], ...],  # type: ignore[valid-type]
         AfterValidator(unique),
@@ -69,17 +65,10 @@ class BenchOptions:
         default=("lanes", "leader", "flat"),
         description=f"algorithms to measure, of {', '.join(ALGORITHMS)}.",
     )
-    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
-        default="fp32",
-        description="dtype of the tensor.",
-    )
-    repeats: int = Field(
-        default=5, ge=1, description="repetitions of each case. Below 1 MiB: four times as many."
-    )
     seconds: float = Field(
         default=60.0,
         gt=0,
-        description="time limit in seconds. The largest sizes are left out if they do not fit.",
+        description="time in seconds. Each case is measured at least once, and at most 20 times.",
     )
     json: OptionalPath = Field(default=None, description="file for all figures. none: no file.")
     device: Device = Field(

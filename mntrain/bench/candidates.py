@@ -6,7 +6,7 @@ no dtype rounds.
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,9 +18,6 @@ from mntrain.comm.world_collectives import WorldCollectives
 from zero.layout import split
 
 _POISON = -9.0  # in no pattern: reveals elements that a collective has not written
-# The pattern repeats after 5 * 11 elements. No power of two is a multiple of that, so a chunk, lane
-# or shard in the wrong place differs from the right one.
-_TILE = 55 << 12
 
 Part = tuple[Tensor, int]  # of the whole tensor: flat, and the index of its first element
 
@@ -37,33 +34,23 @@ class Pattern:
     """One rank's contribution to every element, and the sum over all ranks there.
 
     The contribution of rank r to element i is (i + 13 r) mod 5 - 2, plus i mod 11 on rank 0. The
-    former adds up to 0 over any five consecutive ranks. Each is stored as one tile, which repeats.
+    former adds up to 0 over any five consecutive ranks. Both repeat after 55 elements. No power of
+    two is a multiple of that, so a chunk or shard in the wrong place differs from the right one.
     """
 
-    def __init__(self, rank: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        index = torch.arange(_TILE)
+    def __init__(self, rank: int, size: int, like: Tensor) -> None:
+        """Make it for all elements of a flat tensor, in its dtype and on its device."""
+        index = torch.arange(like.numel(), dtype=torch.int32)
         base = index % 11
         total = base + sum((index + 13 * other) % 5 - 2 for other in range(size % 5))
         contribution = (index + 13 * rank) % 5 - 2 + (base if rank == 0 else 0)
-        self.contribution, self.total = contribution.to(device, dtype), total.to(device, dtype)
+        self.contribution, self.total = contribution.to(like), total.to(like)
 
 
-def fill(part: Part, tile: Tensor) -> None:
-    """Fill a part of the whole tensor with the repeated tile."""
-    for piece, content in _tiles(part, tile):
-        piece.copy_(content)
-
-
-def matches(part: Part, tile: Tensor) -> bool:
-    """Return whether a part holds what `fill` would write. Bitwise."""
-    return all(torch.equal(piece, content) for piece, content in _tiles(part, tile))
-
-
-def _tiles(part: Part, tile: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def in_part(whole: Tensor, part: Part) -> Tensor:
+    """Return the elements of a tensor where a part of its size lies."""
     tensor, start = part
-    shifted = tile.roll(-start)
-    for piece in tensor.split(_TILE):
-        yield piece, shifted[: piece.numel()]
+    return whole[start : start + tensor.numel()]
 
 
 def source_and_target(verb: str, whole: Part, shard: Part, *, is_root: bool) -> tuple[Part, Part]:
@@ -92,13 +79,14 @@ class Candidate:
         target, _ = self.target
         target.fill_(_POISON)
         sums = self.verb in ("all_reduce", "reduce_scatter")
-        fill(self.source, self.pattern.contribution if sums else self.pattern.total)
+        content = self.pattern.contribution if sums else self.pattern.total
+        self.source[0].copy_(in_part(content, self.source))
         if target.is_cuda:
             torch.cuda.synchronize(target.device)
 
     def is_correct(self) -> bool:
         """Return whether this rank's result is bitwise correct. Local."""
-        return matches(self.target, self.pattern.total)
+        return torch.equal(self.target[0], in_part(self.pattern.total, self.target))
 
 
 def library_candidate(

@@ -120,20 +120,20 @@ def _partial(out: Path) -> Path:
 
 def _write_by_library(weights: Path, files: Path, out: Path) -> None:
     """Write the weights and the configuration by the model's class."""
-    with transformers_library() as library:
-        config = library.AutoConfig.from_pretrained(
-            str(files), local_files_only=True, trust_remote_code=False
+    library = transformers_library()
+    config = library.AutoConfig.from_pretrained(
+        str(files), local_files_only=True, trust_remote_code=False
+    )
+    kind = getattr(library, json.loads((files / CONFIG_FILE).read_text())["architectures"][0])
+    with open_tensors(weights) as tensors:
+        names = list(tensors.keys())
+        dtypes = {tensors.get_tensor(name).dtype for name in names}
+        floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+        model = kind._from_config(
+            config, dtype=floating[0] if len(floating) == 1 else torch.float32
         )
-        kind = getattr(library, json.loads((files / CONFIG_FILE).read_text())["architectures"][0])
-        with open_tensors(weights) as tensors:
-            names = list(tensors.keys())
-            dtypes = {tensors.get_tensor(name).dtype for name in names}
-            floating = [dtype for dtype in dtypes if dtype.is_floating_point]
-            model = kind._from_config(
-                config, dtype=floating[0] if len(floating) == 1 else torch.float32
-            )
-            load_model(tensors, model)
-        model.save_pretrained(out)
+        load_model(tensors, model)
+    model.save_pretrained(out)
 
 
 def _write_llama(checkpoint: Path, shape: Mapping[str, Any], tokenizer: Path, out: Path) -> None:

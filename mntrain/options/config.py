@@ -135,11 +135,6 @@ class ModelConfig:
 
     layers: int = Field(default=4, ge=1, description="number of transformer blocks.")
     heads: int = Field(default=4, ge=1, description="number of attention heads.")
-    kv_heads: OrNone[int] = Field(
-        default=None,
-        ge=1,
-        description="heads of keys and values, shared by groups of the others. none: as many.",
-    )
     width: int = Field(default=128, ge=2, description="features per token.")
     context: int = Field(default=128, ge=1, description="tokens per sequence.")
     vocab: int = Field(default=0, ge=0, description="number of token ids. 0: taken from the data.")
@@ -151,11 +146,6 @@ class ModelConfig:
                 f"--model.heads {self.heads}: must divide --model.width {self.width} into even "
                 "parts, since rotary embeddings rotate pairs of features; "
                 f"set a width that is a multiple of {2 * self.heads}, or other heads"
-            )
-        if self.kv_heads and self.heads % self.kv_heads:
-            raise ValueError(
-                f"--model.kv-heads {self.kv_heads}: must divide --model.heads {self.heads}, since "
-                "groups of equal size share keys and values"
             )
         return self
 

@@ -1,7 +1,5 @@
 """Options of Hugging Face models, and access to the transformers library."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -35,9 +33,8 @@ class HuggingFaceConfig:
     )
 
 
-@contextmanager
-def transformers_library() -> Iterator[Any]:
-    """A context with the transformers library, without its messages and progress bars.
+def transformers_library() -> Any:
+    """Return the transformers library, which shows no messages and progress bars from then on.
 
     Raises ValueError if it is not installed.
     """
@@ -48,12 +45,6 @@ def transformers_library() -> Iterator[Any]:
     import transformers  # noqa: PLC0415 - optional
 
     log: Any = transformers.utils.logging
-    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
     log.disable_progress_bar()
-    try:
-        yield transformers
-    finally:
-        log.set_verbosity(verbosity)
-        if bars:
-            log.enable_progress_bar()
+    return transformers

@@ -282,20 +282,6 @@ def errors_of_task(task: Task, work: str) -> Iterator[None]:
         ) from error
 
 
-def make_model(task: Task) -> nn.Module:
-    """Return a new model of a task. A ValueError of a task of the user's says where it was raised.
-
-    Its text alone would pass for one about an option.
-    """
-    try:
-        return task.model()
-    except ValueError:
-        if type(task).__module__.startswith("mntrain."):
-            raise
-        with errors_of_task(task, "model() fails"):
-            raise
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Let a model evaluate in the block, without gradients. Modules are then as they were."""

@@ -47,14 +47,13 @@ class ModelFolder:
             )
         self._options, self._auto = options, _AUTO[options.head]
         self.path, self.config_file = file.parent, file
-        with transformers_library() as library:
-            try:
-                self.config: Any = library.AutoConfig.from_pretrained(str(file), **_LOCAL)
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"--hf.model: {file} is not a configuration of the transformers library: "
-                    f"{error}"
-                ) from error
+        library = transformers_library()
+        try:
+            self.config: Any = library.AutoConfig.from_pretrained(str(file), **_LOCAL)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"--hf.model: {file} is not a configuration of the transformers library: {error}"
+            ) from error
         self.identity = hashlib.sha256(file.read_bytes()).hexdigest()
         self.weights = [] if given == file else self._find_weights()
         self.vocabulary: int = self.config.get_text_config().vocab_size
@@ -94,14 +93,15 @@ class ModelFolder:
         positions = getattr(config, "max_position_embeddings", None)
         if not isinstance(positions, int) or positions < 1:
             return 0
-        with transformers_library() as library, torch.device("meta"):
-            try:
-                model = getattr(library, self._auto).from_config(self.config)
-            except ValueError as error:
-                raise ValueError(
-                    f"--hf.model {self.path}: has no model for --hf.head {self._options.head}: "
-                    f"{str(error).partition('.')[0]}"
-                ) from error
+        auto = getattr(transformers_library(), self._auto)
+        try:
+            with torch.device("meta"):
+                model = auto.from_config(self.config)
+        except ValueError as error:
+            raise ValueError(
+                f"--hf.model {self.path}: has no model for --hf.head {self._options.head}: "
+                f"{str(error).partition('.')[0]}"
+            ) from error
         for name, module in model.named_modules():  # RoBERTa counts them from behind the padding
             if isinstance(module, nn.Embedding) and name.endswith("position_embeddings"):
                 taken = 0 if module.padding_idx is None else module.padding_idx + 1
@@ -110,27 +110,26 @@ class ModelFolder:
 
     def make(self) -> nn.Module:
         """Return a new model in fp32, with the folder's weights, in training mode."""
-        with transformers_library() as library:
-            auto, options = getattr(library, self._auto), {"dtype": torch.float32}
-            try:
-                if not self.weights:
-                    model = auto.from_config(self.config, **options)
-                else:
-                    model, report = auto.from_pretrained(
-                        str(self.path),
-                        config=self.config,
-                        output_loading_info=True,
-                        **options,
-                        **_LOCAL,
-                    )
-                    self.new_tensors = sorted(report["missing_keys"])
-                    if len(self.new_tensors) == len(model.state_dict()):
-                        raise ValueError("no tensor of it has a name of the model")
-            except (OSError, ValueError, RuntimeError, KeyError) as error:
-                raise ValueError(
-                    f"--hf.model {self.path}: {self._auto} cannot make a model of it for --hf.head "
-                    f"{self._options.head}: {error}"
-                ) from error
+        auto, options = getattr(transformers_library(), self._auto), {"dtype": torch.float32}
+        try:
+            if not self.weights:
+                model = auto.from_config(self.config, **options)
+            else:
+                model, report = auto.from_pretrained(
+                    str(self.path),
+                    config=self.config,
+                    output_loading_info=True,
+                    **options,
+                    **_LOCAL,
+                )
+                self.new_tensors = sorted(report["missing_keys"])
+                if len(self.new_tensors) == len(model.state_dict()):
+                    raise ValueError("no tensor of it has a name of the model")
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise ValueError(
+                f"--hf.model {self.path}: {self._auto} cannot make a model of it for --hf.head "
+                f"{self._options.head}: {error}"
+            ) from error
         self._class_name = type(model).__name__
         made: nn.Module = model.train()
         return made

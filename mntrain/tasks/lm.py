@@ -39,8 +39,7 @@ class LanguageModel(TextTask):
     def model(self) -> Transformer:
         """Return a new transformer of the configured size."""
         shape = self.config.model
-        sizes = shape.layers, shape.width, shape.heads, shape.context, self._vocab
-        return Transformer(*sizes, kv_heads=shape.kv_heads)
+        return Transformer(shape.layers, shape.width, shape.heads, shape.context, self._vocab)
 
     def dataset(self, split: Split) -> Dataset[Tensor] | dict[str, Dataset[Tensor]]:
         """Return the windows of a split (`TokenSplits.dataset`)."""

@@ -34,20 +34,15 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions (Su et al., 2021, arXiv 2104.09864).
-
-    Groups of heads share keys and values if `kv_heads` is less than `heads` (grouped queries:
-    Ainslie et al., 2023, arXiv 2305.13245).
-    """
+    """Causal self-attention with rotary positions (Su et al., 2021, arXiv 2104.09864)."""
 
     cos: Tensor  # (context, 1, d/2)
     sin: Tensor
 
-    def __init__(self, width: int, heads: int, kv_heads: int, context: int) -> None:
+    def __init__(self, width: int, heads: int, context: int) -> None:
         super().__init__()
-        self.heads, self.kv_heads = heads, kv_heads
-        self.kv_width = width // heads * kv_heads
-        self.qkv = nn.Linear(width, width + 2 * self.kv_width, bias=False)
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
         half = width // heads // 2
         frequencies = 10_000.0 ** -(torch.arange(half) / half)
@@ -58,13 +53,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (b, t, w) to (b, t, w)."""
         b, t, w = x.shape
-        heads = self.heads + self.kv_heads
-        qk, v = self.qkv(x).split([w + self.kv_width, self.kv_width], dim=-1)
-        qk = self._rotate(qk.view(b, t, heads, w // self.heads)).transpose(1, 2)
-        q, k = qk.split([self.heads, self.kv_heads], dim=1)  # (b, h, t, d), and k has kv_heads
-        v = v.view(b, t, self.kv_heads, w // self.heads).transpose(1, 2)
-        if self.kv_heads != self.heads:
-            k, v = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in (k, v))
+        qk, v = self.qkv(x).split([2 * w, w], dim=-1)
+        qk = self._rotate(qk.view(b, t, 2 * self.heads, w // self.heads)).transpose(1, 2)
+        q, k = qk.chunk(2, dim=1)  # (b, h, t, d)
+        v = v.view(b, t, self.heads, w // self.heads).transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.out(y.transpose(1, 2).reshape(b, t, w))
         return out
@@ -96,10 +88,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One layer: attention and MLP, each with a norm before it and a residual connection."""
 
-    def __init__(self, width: int, heads: int, kv_heads: int, context: int) -> None:
+    def __init__(self, width: int, heads: int, context: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(width)
-        self.attention = Attention(width, heads, kv_heads, context)
+        self.attention = Attention(width, heads, context)
         self.mlp_norm = RMSNorm(width)
         self.mlp = MLP(width)
 
@@ -128,28 +120,16 @@ class Head(nn.Module):
 class Transformer(nn.Module):
     """The language model; `context` is the largest number of positions.
 
-    `kv_heads`: number of heads of keys and values, by default as many as `heads`.
-
     Initial weights are normal with standard deviation 0.02, and 0.02 / sqrt(2 layers) for the
     projections onto the residual stream, as in GPT-2.
     """
 
-    def __init__(
-        self,
-        layers: int,
-        width: int,
-        heads: int,
-        context: int,
-        vocab: int,
-        *,
-        kv_heads: int | None = None,
-    ) -> None:
+    def __init__(self, layers: int, width: int, heads: int, context: int, vocab: int) -> None:
         super().__init__()
-        kv_heads = kv_heads or heads
-        assert width % (2 * heads) == heads % kv_heads == 0, (width, heads, kv_heads)
+        assert width % (2 * heads) == 0, (width, heads)
         self.context = context
         self.embedding = nn.Embedding(vocab, width)
-        self.blocks = nn.ModuleList(Block(width, heads, kv_heads, context) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, context) for _ in range(layers))
         self.norm = RMSNorm(width)
         self.head = Head()
         for name, parameter in self.named_parameters():

@@ -16,7 +16,7 @@ _MAX_PLACES = 16  # lines about where ranks run
 
 def describe_job(world: World, job: Job) -> None:
     """Show what runs where, and where a resumed run continues. Collective."""
-    config, trained, note, warn = job.config, job.trained, world.output.note, world.output.warn
+    config, note, warn = job.config, world.output.note, world.output.warn
     _describe_model_and_data(world, job)
     library, stage = world.library, config.zero.stage
     note(f"{world.topology}, {world.algorithm}, {library.name} (thread level {library.threads})")
@@ -24,13 +24,13 @@ def describe_job(world: World, job: Job) -> None:
         note(f"transport: {world.transport_line}")
     if world.device.type == "cuda" and world.kernels.why:
         note(f"kernels: {world.kernels.why}")
-    sharding = f"stage {stage}, by {trained.optimizer.partition}" if stage else "stage 0"
+    sharding = f"stage {stage}, by {job.optimizer.partition}" if stage else "stage 0"
     note(f"zero: {sharding}; precision {config.train.precision}")
-    if trained.sync:
-        note(f"between nodes: {trained.sync}")
+    if job.sync:
+        note(f"between nodes: {job.sync}")
     elif config.sync.mode != "every-step":
         warn(f"--sync.mode {config.sync.mode}: there is one node, so every step is synchronous")
-    note("optimizer: {}, schedule {}".format(*trained.names))
+    note("optimizer: {}, schedule {}".format(*job.names))
     reasons = world.gather(world.collectives.no_shared_memory_reason)
     nodes = {f"node {world.topology.node(r)}: {why}" for r, why in enumerate(reasons) if why}
     if nodes:
@@ -64,14 +64,14 @@ def place_lines(places: Sequence[Place]) -> list[str]:
 
 
 def _describe_model_and_data(world: World, job: Job) -> None:
-    parameters = list(job.trained.model.parameters())
+    parameters = list(job.model.parameters())
     counts = [sum(p.numel() for p in parameters)]
     counts += [sum(p.numel() for p in parameters if not p.requires_grad)]
     size, fixed = (f"{count / 1e6:.2f} M" if count >= 1e6 else f"{count:,}" for count in counts)
     frozen = f", of which {fixed} are frozen" if counts[1] else ""
     job.display.note(f"{job.config.task}: {size} parameters{frozen}", "bold")
-    if job.trained.weights:
-        text, problems = job.trained.weights
+    if job.weights:
+        text, problems = job.weights
         world.output.note(f"weights: {text}")
         for problem in problems:
             world.output.warn(problem)
@@ -81,7 +81,7 @@ def _describe_model_and_data(world: World, job: Job) -> None:
 
 
 def _describe_balance(world: World, job: Job) -> None:
-    division, sync, config = job.data.division, job.trained.sync, job.config
+    division, sync, config = job.data.division, job.sync, job.config
     if isinstance(division, Cadence):
         counts = ", ".join(map(str, division.latest.counts))
         world.output.note(

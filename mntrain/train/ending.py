@@ -112,7 +112,7 @@ def show_sample(world: World, job: Job) -> None:
     """
     try:
         with uncompiled():
-            sample = job.task.sample(job.trained.model)
+            sample = job.task.sample(job.model)
     except Exception as error:
         world.output.warn(f"no sample: {type(error).__name__}: {error}")
         return

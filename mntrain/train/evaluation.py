@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,48 +11,15 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from mntrain.checkpoint import random_states, set_random_states
-from mntrain.data.phase_notes import noted
-from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.registry import StepRecord
 from mntrain.run.means import to_float
 from mntrain.tasks import Task, check_loss, errors_of_task, evaluating, name_of
 from mntrain.train.forward import Precision
 from mntrain.train.job_data import JobData
 from mntrain.train.step_means import GlobalMeans, StepMeans
-from mntrain.world import World
 from zero.collectives import SingleProcessCollectives
 
 EVAL_LOSS = "eval_loss"
-
-
-def evaluate(
-    world: World,
-    task: Task,
-    model: nn.Module,
-    data: JobData,
-    *,
-    means: StepMeans,
-    forward: Callable[[Any], Any],
-) -> tuple[float, dict[str, float]]:
-    """Return the exact means of the loss and the metrics over all validation sets. Collective.
-
-    `forward` adds a batch to the `means`. Raises TrainingStoppedError if a loss is not finite.
-    """
-    by_set = {}
-    with evaluating(model):
-        for name in data.validation_sets:
-            for samples, batch in data.validation_batches(name):
-                with noted(world.rank, f"evaluation of {samples}"):
-                    forward(batch)
-            where = f"in evaluation of {name}" if name else "in evaluation"
-            found = means.reduce(world.collectives, where)
-            if found.nonfinite:
-                reason = f"{where}, the loss is {found.nonfinite}"
-                raise TrainingStoppedError(reason, world.rank)
-            with noted(world.rank, f"metrics {where}"):
-                metrics = derived(task, found)
-            by_set[name] = replace(found, metrics=metrics)
-    return merge_sets(by_set)
 
 
 def derived(task: Task, means: GlobalMeans) -> dict[str, float]:

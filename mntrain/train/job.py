@@ -39,69 +39,6 @@ from zero.layout import split
 from zero.param_groups import hyperparameters
 
 
-class Trained:
-    """The model of a job, and what trains it and says how nodes exchange. Made by all ranks.
-
-    Raises AgreedError for what cannot be made.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        config: Config,
-        task: tasks.Task,
-        data: JobData,
-        *,
-        done: int,
-        steps: int,
-    ) -> None:
-        """Make it for the steps after `done` of a run of `steps` steps."""
-        self.precision = precision = PRECISIONS[config.train.precision]
-        self.weights: tuple[str, list[str]] | None = None
-        """The weights that were loaded, and what of them does not fit."""
-        with world.agreement():
-            self.sync = choose_sync(world, config, weighted=isinstance(data.division, Shares))
-            """How nodes exchange; None: every step is synchronous."""
-            seed_process(config.run.seed)
-            self.model = model = tasks.make_model(task).to(world.device, precision.parameters)
-            freeze(model, config.init.freeze)
-            name, bound = choose_optimizer(task, model, config.optim, world.device)
-            if config.train.compile:
-                check_compiler(world.device)
-        with world.agreement():
-            if not done and config.init.from_ is not None and world.master:
-                self.weights = load_weights(model, config.init.from_)  # the optimizer spreads them
-        self.optimizer = optimizer = world.optimizer(
-            model,
-            bound.func,
-            stage=config.zero.stage,
-            partition=config.zero.partition,
-            max_grad_norm=config.optim.max_grad_norm,
-            non_finite=config.optim.non_finite,
-            loss_scale=precision.loss_scale,
-            sync=self.sync,
-            groups=bound.args[0],
-            overlap_forward=True,
-            check_every=config.train.check_every,
-            **bound.keywords,
-        )
-        optimizer.clip_each_rank(config.balance.max_rank_grad_norm)
-        if self.sync:
-            world.node_collectives  # noqa: B018 - made here, since all ranks make it together
-        made = list(map(hyperparameters, optimizer.param_groups))
-        with world.agreement():
-            own = scheduler_of(task, optimizer)
-            self.scheduler = own or options_scheduler(optimizer, config.optim, steps, done)
-        groups = list(map(hyperparameters, optimizer.param_groups))
-        moved = moved_options(own, groups, made) if own else set()
-        self.keeps_scheduler = own is not None
-        """True if the scheduler is the task's, whose state checkpoints hold."""
-        self.own_options = sorted({key for group in groups for key in group} - moved)
-        """Options of the groups: all but those that a scheduler with a state sets."""
-        self.names = name, f"{type(own).__name__} of the task" if own else config.optim.schedule
-        """Of the optimizer and the scheduler."""
-
-
 class Job:
     """The objects of a job, made and checked before any work starts. Made by all ranks.
 
@@ -144,13 +81,13 @@ class Job:
         """What a resumed run compares of the data."""
         if resumed:
             resumption.check_same_run(world, resumed, config, data.samples, facts["values"])
-        self.trained = trained = Trained(world, config, task, data, done=self.done, steps=steps)
-        model = trained.model
+        self._make_trained(world)
+        model = self.model
         self.best = best = BestMetric(config.checkpoint.best, config.train.patience)
         self.last_step = min(config.run.stop_after or steps, steps)
         """The last step of this job, unless it ends early."""
         with world.agreement():
-            try_evaluation(task, model, data, trained.precision, best)
+            try_evaluation(task, model, data, self.precision, best)
             self.timeline = StepTimeline(world, directory.path, config.log.timeline, steps)
         advice = "; --balance.mode throughput would give it a smaller part of each batch"
         self.balancing = StepBalancing(
@@ -158,7 +95,7 @@ class Job:
             data.division,
             advice="" if data.division or data.stream else advice,
             last_step=self.last_step,
-            every=trained.sync.every if trained.sync else 1,
+            every=self.sync.every if self.sync else 1,
         )
         if config.train.recompute:
             recompute_regions(task.regions(model))
@@ -166,14 +103,64 @@ class Job:
             compile_regions(task.regions(model))
         self._open_run(world)
 
+    def _make_trained(self, world: World) -> None:
+        """Make the model, and what trains it and says how nodes exchange. Collective."""
+        config, task, data, done = self.config, self.task, self.data, self.done
+        self.precision = precision = PRECISIONS[config.train.precision]
+        self.weights: tuple[str, list[str]] | None = None
+        """The weights that were loaded, and what of them does not fit."""
+        with world.agreement():
+            self.sync = choose_sync(world, config, weighted=isinstance(data.division, Shares))
+            """How nodes exchange; None: every step is synchronous."""
+            seed_process(config.run.seed)
+            with tasks.errors_of_task(task, "model() fails"):
+                self.model = model = task.model()
+            model.to(world.device, precision.parameters)
+            freeze(model, config.init.freeze)
+            name, bound = choose_optimizer(task, model, config.optim, world.device)
+            if config.train.compile:
+                check_compiler(world.device)
+        with world.agreement():
+            if not done and config.init.from_ is not None and world.master:
+                self.weights = load_weights(model, config.init.from_)  # the optimizer spreads them
+        self.optimizer = optimizer = world.optimizer(
+            model,
+            bound.func,
+            stage=config.zero.stage,
+            partition=config.zero.partition,
+            max_grad_norm=config.optim.max_grad_norm,
+            non_finite=config.optim.non_finite,
+            loss_scale=precision.loss_scale,
+            sync=self.sync,
+            groups=bound.args[0],
+            overlap_forward=True,
+            check_every=config.train.check_every,
+            **bound.keywords,
+        )
+        optimizer.clip_each_rank(config.balance.max_rank_grad_norm)
+        if self.sync:
+            world.node_collectives  # noqa: B018 - made here, since all ranks make it together
+        made = list(map(hyperparameters, optimizer.param_groups))
+        with world.agreement():
+            own = scheduler_of(task, optimizer)
+            self.scheduler = own or options_scheduler(optimizer, config.optim, self.steps, done)
+        groups = list(map(hyperparameters, optimizer.param_groups))
+        moved = moved_options(own, groups, made) if own else set()
+        self.keeps_scheduler = own is not None
+        """True if the scheduler is the task's, whose state checkpoints hold."""
+        self.own_options = sorted({key for group in groups for key in group} - moved)
+        """Options of the groups: all but those that a scheduler with a state sets."""
+        self.names = name, f"{type(own).__name__} of the task" if own else config.optim.schedule
+        """Of the optimizer and the scheduler."""
+
     def _open_run(self, world: World) -> None:
         """Open the files of the run, and begin it or resume it. Collective."""
-        config, directory, task, trained = self.config, self.directory, self.task, self.trained
+        config, directory, task = self.config, self.directory, self.task
         resumed, objects = self.resumed, self._objects()
         options, copies = {**asdict(config.checkpoint), **objects}, asdict(config.log)
         del options["best"], copies["timeline"]
         self.checkpoints = world.checkpoints(
-            directory.path, model=trained.model, optimizer=trained.optimizer, **options
+            directory.path, model=self.model, optimizer=self.optimizer, **options
         )
         self.checkpoints.on_checkpoint = task.on_checkpoint
         written = as_mapping(resumption.with_absolute_paths(config))
@@ -188,20 +175,23 @@ class Job:
         seed_process(mixed_seed(config.run.seed, world.rank, self.done))  # of dropout
         if resumed and "early stopping" not in resumed.manifest.objects:
             objects.pop("early stopping", None)  # it had no patience then
-        if resumed and not trained.keeps_scheduler:  # whose state has a rate for each group
-            groups = trained.optimizer.state_dict()["param_groups"]
+        if resumed and not self.keeps_scheduler:  # whose state has a rate for each group
+            groups = self.optimizer.state_dict()["param_groups"]
             resumed = resumption.regrouped(resumed, [group["params"] for group in groups])
         # This job's options count, even if the checkpoint was made with others.
-        kept = trained.own_options
         self.checkpoints.resume(
-            resumed, objects, kept_options=kept, saves=self.saves, scored_by=self.best.text
+            resumed,
+            objects,
+            kept_options=self.own_options,
+            saves=self.saves,
+            scored_by=self.best.text,
         )
 
     def _objects(self) -> dict[str, Stateful]:
         """Return what checkpoints hold beside the model and the optimizer, by name."""
         objects: dict[str, Stateful] = {}
-        if self.trained.keeps_scheduler:
-            objects["schedule"] = self.trained.scheduler
+        if self.keeps_scheduler:
+            objects["schedule"] = self.scheduler
         if self.data.stream:
             objects["data"] = self.data
         if self.best.patience:

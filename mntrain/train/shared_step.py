@@ -23,11 +23,11 @@ from mntrain.checkpoint import random_states, set_random_states
 from mntrain.errors import AgreedError, RemoteRankError, TrainingStoppedError
 from mntrain.metrics.registry import PER_RANK
 from mntrain.run.delayed_sums import DelayedSums
+from mntrain.train.job import Job
 from mntrain.train.step_means import GlobalMeans, StepMeans
 from mntrain.world import World
 from zero.comparison import DifferentWeightsError
 from zero.exchange.exchange import Exchange
-from zero.optimizer import ZeroOptimizer
 from zero.shard import NonFiniteGradientError
 from zero.step_message import StepMessage
 
@@ -52,30 +52,24 @@ class SharedStep:
     All ranks call `computing`, `before_update`, `end_if_failed` and `after_update`, in this order.
     Forward adds to `losses`.
 
-    The ranks of `optimizer` train on `sizes()` samples, this rank's and all ranks'. Unless it
-    `skips` such steps, a loss that is not finite ends the job. With `per_rank`, all ranks learn
-    what each has `measured`. `save` saves the last completed step, or returns why that failed.
+    Unless its options skip such steps, a loss that is not finite ends the job. With
+    --log.per-rank, all ranks learn what each has `measured`. `save` saves the last completed step,
+    or returns why that failed.
     """
 
-    def __init__(
-        self,
-        world: World,
-        optimizer: ZeroOptimizer,
-        sizes: Callable[[], tuple[int, int]],
-        save: Callable[[], AgreedError | None],
-        *,
-        skips: bool,
-        per_rank: bool,
-    ) -> None:
-        """Make it for the steps of a loop. Collective."""
-        self._world, self._optimizer, self._sizes, self._save = world, optimizer, sizes, save
+    def __init__(self, world: World, job: Job, save: Callable[[], AgreedError | None]) -> None:
+        """Make it for the steps of a job. Collective."""
+        self._world, self._optimizer, self._save = world, job.optimizer, save
+        self._data = job.data
         self.losses = StepMeans(world.rank)
-        self._skips, self._names = skips, PER_RANK if per_rank else ()
+        skips = job.config.optim.non_finite == "skip"
+        self._skips = skips or job.precision.loss_scale == "dynamic"
+        self._names = PER_RANK if job.config.log.per_rank else ()
         self._exchange: Exchange | None = None  # of the node, if it takes this step alone
         self.alone = self.meets = False
         """True in a step that the node takes alone, and where it waits for others at its end."""
         # What ranks tell each other of a step in the next one, or of a round in its exchange.
-        self._told = DelayedSums(world.collectives, "of a round", lambda: optimizer)
+        self._told = DelayedSums(world.collectives, "of a round", lambda: job.optimizer)
         self._losses = dict.fromkeys((_LOSS, _ITEMS), 0.0)  # of this node, that are not told yet
         self._ranks: Sequence[int] = ()  # of a node that is alone
         self._message = StepMessage()  # of this step
@@ -107,7 +101,7 @@ class SharedStep:
         self._ranks = world.topology.node_group(world.rank) if self.alone else ()
         self._message = message = optimizer.accumulation.message
         message.put("failed", lambda: float(self._error is not None))
-        message.put("samples", lambda: float(self._sizes()[0]))
+        message.put("samples", lambda: float(self._data.sizes[0]))
         self.losses.put(message, self._ranks)
         if self.alone:
             yield
@@ -190,7 +184,7 @@ class SharedStep:
         """
         if not self.alone:
             return self.means.count
-        whole, node = self._sizes()[1], self._samples
+        whole, node = self._data.sizes[1], self._samples
         return round(self.means.count * whole / node) if node else 0
 
     def after_update(self) -> None:

@@ -23,7 +23,7 @@ from mntrain.rank_info import memory_now
 from mntrain.run.signals import Stop
 from mntrain.train import ending
 from mntrain.train.description import describe_job
-from mntrain.train.evaluation import derived, evaluate
+from mntrain.train.evaluation import derived, merge_sets
 from mntrain.train.job import Job
 from mntrain.train.optimization import advance
 from mntrain.train.shared_step import SharedStep, errors_stop
@@ -40,22 +40,14 @@ class Trainer:
     def __init__(self, world: World, config: Config, task: tasks.Given | None = None) -> None:
         self._world = world
         self.job = job = Job(world, config, task)
-        self._model, self._optimizer = job.trained.model, job.trained.optimizer
+        self._model, self._optimizer = job.model, job.optimizer
         self.batches = job.data.batches(job.done, job.last_step)
         """The micro-batches of this rank in each step."""
         skipped = job.resumed.manifest.skipped_steps if job.resumed else 0
         self._result = ending.JobResult(job.task.flops_per_item(self._model), skipped)
         self._asked: str | None = None  # why this rank's task wants the run to stop
         self._no_better: str | None = None  # why evaluations end the run: the same on all ranks
-        skips = config.optim.non_finite == "skip" or job.trained.precision.loss_scale == "dynamic"
-        self._shared = SharedStep(
-            world,
-            self._optimizer,
-            lambda: job.data.sizes,
-            lambda: ending.save_last(world, job, self._result),
-            skips=skips,
-            per_rank=config.log.per_rank,
-        )
+        self._shared = SharedStep(world, job, partial(ending.save_last, world, job, self._result))
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step, or until any rank asks to end; return the summary. Collective.
@@ -137,7 +129,7 @@ class Trainer:
             if step == job.steps:
                 self._optimizer.exchange()
             self._optimizer.zero_grad()
-            advance(job.trained.scheduler)
+            advance(job.scheduler)
         shared.after_update()
         if shared.meets:
             job.balancing.compare(step)
@@ -165,7 +157,7 @@ class Trainer:
     def _forward(self, batch: Any) -> tasks.Loss:
         """Return the task's loss of a micro-batch, and add up its means. Local."""
         job = self.job
-        loss = job.trained.precision.loss(job.task, self._model, batch, self._world.device)
+        loss = job.precision.loss(job.task, self._model, batch, self._world.device)
         tasks.check_loss(loss, job.config.task)
         self._shared.losses.add_loss(loss)
         return loss
@@ -207,12 +199,9 @@ class Trainer:
         if not job.evaluates(record.step):
             return record
         with self._world.recorder.phase("evaluate", record.step), self._optimizer.averaged():
-            losses = self._shared.losses
-            loss, metrics = evaluate(
-                self._world, job.task, self._model, job.data, means=losses, forward=self._forward
-            )
+            loss, metrics = self._evaluate()
         record = replace(record, eval_loss=loss, eval_metrics=metrics)
-        advance(job.trained.scheduler, loss)
+        advance(job.scheduler, loss)
         try:
             score = job.best.score(record)
         except ValueError as error:
@@ -220,6 +209,28 @@ class Trainer:
         self._no_better = job.best.after_evaluation(score) or self._no_better
         self._asked = job.task.on_evaluation(record) or self._asked
         return record
+
+    def _evaluate(self) -> tuple[float, dict[str, float]]:
+        """Return the exact means of the loss and the metrics over all validation sets. Collective.
+
+        Raises TrainingStoppedError if a loss is not finite.
+        """
+        world, data = self._world, self.job.data
+        by_set = {}
+        with tasks.evaluating(self._model):
+            for name in data.validation_sets:
+                for samples, batch in data.validation_batches(name):
+                    with noted(world.rank, f"evaluation of {samples}"):
+                        self._forward(batch)
+                where = f"in evaluation of {name}" if name else "in evaluation"
+                found = self._shared.losses.reduce(world.collectives, where)
+                if found.nonfinite:
+                    reason = f"{where}, the loss is {found.nonfinite}"
+                    raise TrainingStoppedError(reason, world.rank)
+                with noted(world.rank, f"metrics {where}"):
+                    metrics = derived(self.job.task, found)
+                by_set[name] = replace(found, metrics=metrics)
+        return merge_sets(by_set)
 
     def _stop_after(self, step: int) -> Stop | None:
         """Return the end of the job, if it is after this step. Collective."""

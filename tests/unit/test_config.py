@@ -1,7 +1,6 @@
 """Options: on construction, as they are typed, and in TOML files."""
 
 import dataclasses
-import math
 import re
 import tempfile
 from pathlib import Path
@@ -31,34 +30,10 @@ from zero.comm_hooks.between_nodes import Int8Hook
 
 
 @pytest.mark.parametrize(
-    ("section", "name", "bad"),
-    [
-        *((OptimConfig, "lr", bad) for bad in (math.nan, -math.inf, 10**400, "1", None, True, 0)),
-        *((ZeroConfig, "stage", bad) for bad in (3, "2", True)),
-        (DataConfig, "valid_fraction", -0.1),
-        (ModelConfig, "layers", 0),
-        (TrainConfig, "compile", "no"),
-        (TrainConfig, "batchsize", 1),
-        (RunConfig, "dir", 3),
-        (Config, "task", ""),
-        (Config, "train", {"steps": 5}),
-    ],
-)
-def test_bad_value_is_refused_on_construction(section, name, bad):
-    with pytest.raises(ValueError, match=f"for {section.__name__}\n{name}\n"):
-        section(**{name: bad})
-
-
-@pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("ranks_per_node", 0, "Input should be greater than or equal to 1, not 0"),
-        ("bucket_mb", 0, "Input should be greater than 0, not 0"),
-        ("bucket_mb", math.inf, "Input should be a finite number, not inf"),
         ("device", "tpu", "Input should be 'auto', 'cpu' or 'cuda', not 'tpu'"),
-        ("wire_dtype", "int8", "Input should be 'fp32', 'bf16' or 'fp16', not 'int8'"),
         ("timeout", "soon", "Input should be a valid number, not 'soon'"),
-        ("warn_after", None, "Input should be a valid number, not None"),
     ],
 )
 def test_a_bad_argument_of_a_world_is_named_with_its_value(name, value, words):

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import mntrain
+import zero
+
 ROOT = Path(__file__).parents[2]
 
 # A module may import those of lower layers, and a package's modules each other: the rows of the
@@ -22,6 +25,9 @@ LAYERS = [
 ]
 LAYERS[0] |= {"mntrain._version"}
 LAYERS[-1] |= {"mntrain"}
+
+
+MOST = 8  # arguments of a constructor beside `self`
 
 
 def module_name(path):
@@ -161,3 +167,17 @@ print(sys.excepthook is sys.__excepthook__, threading.excepthook is threading.__
 print(signals == [signal.getsignal(number) for number in signal.valid_signals()])
 """
     assert run(program) == ["True", "1", "True", "True", "True"]
+
+
+def test_constructors_have_at_most_8_arguments():
+    found = {}
+    for package in (mntrain, zero):
+        for path in Path(package.__file__).parent.rglob("*.py"):
+            for kind in ast.walk(ast.parse(path.read_text())):
+                for made in kind.body if isinstance(kind, ast.ClassDef) else ():
+                    if getattr(made, "name", "") == "__init__":
+                        given = made.args
+                        names = [*given.posonlyargs, *given.args[1:], *given.kwonlyargs]
+                        found[kind.name] = len(names)
+    assert len(found) > 100
+    assert [name for name, number in found.items() if number > MOST] == []

@@ -57,22 +57,14 @@ def activation_bytes(
     mode = FakeTensorMode()
     fake, given = _without_memory(model, mode), tree_map(lambda x: _fake(x, mode), batch)
     with mode:
-        return measure(task, fake, given, precision, recompute=recompute)
-
-
-def measure(
-    task: Task, model: nn.Module, batch: Any, precision: Precision, *, recompute: bool
-) -> int:
-    """Return what `activation_bytes` does by running a model, on the CPU, which it changes."""
-    if recompute:
-        recompute_regions(task.regions(model))
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_drop)
-    tensors = [tensor for tensor in tree_leaves(batch) if isinstance(tensor, Tensor)]
-    live = _LiveTensors([*model.parameters(), *model.buffers(), *tensors])
-    with live:
-        precision.loss(task, model, batch, torch.device("cpu")).mean.backward()
+        if recompute:
+            recompute_regions(task.regions(fake))
+        for parameter in fake.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_drop)
+        tensors = [tensor for tensor in tree_leaves(given) if isinstance(tensor, Tensor)]
+        with _LiveTensors([*fake.parameters(), *fake.buffers(), *tensors]) as live:
+            precision.loss(task, fake, given, torch.device("cpu")).mean.backward()
     return live.peak
 
 

@@ -115,15 +115,12 @@ class JobPlan:
                 made = self._task.model()
         except Exception as error:
             self._note_on_cpu("the model was made", "it", error)
-            made = tasks.make_model(self._task)
-        return self._prepared(made, dtype)
-
-    def _prepared(self, model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-        """Cast and freeze a model in place, as a job does, and return it."""
+            with tasks.errors_of_task(self._task, "model() fails"):
+                made = self._task.model()
         if dtype is not None:
-            model.to(dtype)
-        freeze(model, self._options.init.freeze)
-        return model
+            made.to(dtype)
+        freeze(made, self._options.init.freeze)
+        return made
 
     def _optimizer(
         self, dtype: torch.dtype | None
@@ -209,12 +206,8 @@ class JobPlan:
             batch = self._batch(samples)
             return activations.activation_bytes(task, model, batch, dtypes, recompute=recompute)
         except Exception as error:
-            self._note_on_cpu("activations were measured", "the model", error)
-        try:
-            model, batch = self._prepared(task.model(), dtypes.parameters), self._batch(samples)
-            return activations.measure(task, model, batch, dtypes, recompute=recompute)
-        except Exception as error:
-            self._note(f"activations are unknown: {type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            self._note(f"activations are unknown, without memory for tensors: {reason}")
             return None
 
     def _batch(self, samples: int) -> Any:

@@ -1,18 +1,16 @@
 """Gradients and weights of the steps of a run, beside those of another run of the same steps.
 
 A hook before each `ZeroOptimizer.step` takes the whole gradients, and one after it the weights. The
-first run keeps them; of others only their distances from it remain. Hooks of parameters see the
-gradients of this rank alone, which tell whether ranks have trained on the same samples.
+first run keeps them; of others only their distances from it remain. A hook of modules takes digests
+of their inputs, which tell whether ranks have trained on the same samples.
 """
 
 import math
 import random
 import traceback
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -58,16 +56,7 @@ class RecordedStep:
     factor: float = 1.0  # by which the whole gradient is longer, if it has the same direction
     digests: dict[str, int] = field(default_factory=dict)  # of weights and buffers
     inputs: list[int] = field(default_factory=list)  # digests of what modules were called with
-    optimizer: int = 0  # in the order in which they were made
-    local: int = 0  # digest of this rank's gradients before the mean; 0 if all are zeros
     closure: bool = False  # which makes the gradients in the step, so that they are not recorded
-
-
-class RankSteps(NamedTuple):
-    """The steps of a rank, as it tells the others."""
-
-    steps: list[RecordedStep]  # with digests alone
-    samples: int  # that `world.shard` has handed out
 
 
 class RecordedRun:
@@ -88,14 +77,12 @@ class RecordedRun:
         self.dropout = 0  # layers, which do nothing meanwhile
         self.stages: set[int] = set()  # of the optimizers
         self.batch_norms: set[str] = set()  # layers that normalize this rank's samples alone
-        self.beside: dict[str, int] = {}  # parameters of other optimizers, by class
         self.samples = 0  # that `world.shard` has handed out here
+        self.left_out: list[str] = []  # what the run says that it does not compare
+        self.autocast = 0.0  # one rounding of the dtype that modules compute in, if it is another
         self._draws = torch.Generator().manual_seed(1)
         self._step = RecordedStep()
         self._optimizers: list[ZeroOptimizer] = []
-        self._local: dict[Tensor, int] = {}  # sums of digests of this rank's gradients
-        self._inside = False  # an optimizer of the world, which makes or calls others
-        self._handles = ExitStack()
 
     def record(self, run: Run, world: "RecordedWorld", stage: int) -> None:
         """Run the steps in a world, from the same seeds each time. Collective in it."""
@@ -116,27 +103,10 @@ class RecordedRun:
             worst = worst if worst.relative > relative else Distance(relative, 2.0**-23)
             step.distances = {"loss": worst, **step.distances}
 
-    @contextmanager
-    def making(self) -> Iterator[None]:
-        """Enclose the making of an optimizer of the world, which tries others on small tensors."""
-        self._inside = True
-        try:
-            yield
-        finally:
-            self._inside = False
-
     def watch(self, optimizer: ZeroOptimizer) -> None:
         """Record the steps of an optimizer that was made. Local."""
         self._optimizers.append(optimizer)
         self.stages.add(optimizer.stage)
-        for parameter in optimizer._named.values():
-            handle = parameter.register_hook(partial(self._on_gradient, parameter))
-            self._handles.callback(handle.remove)
-
-    def _on_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        if gradient.layout is torch.strided and bool((gradient != 0).any()):
-            digest = self._local.get(parameter, 0) + int(checksum([gradient]))
-            self._local[parameter] = digest
 
     @contextmanager
     def _hooks(self) -> Iterator[None]:
@@ -155,11 +125,15 @@ class RecordedRun:
                     alone = isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
                     if alone and layer.training:
                         self.batch_norms.add(path or type(layer).__name__)
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    eps = torch.finfo(torch.get_autocast_dtype(device)).eps
+                    self.autocast = max(self.autocast, eps)
             tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
             if tensors and len(self._step.inputs) < _CALLS and module.training:
                 self._step.inputs.append(int(checksum(tensors)))
 
-        with self._handles as hooks:
+        with ExitStack() as hooks:
             for handle in (
                 register_module_forward_pre_hook(before_call),
                 register_optimizer_step_pre_hook(self._before),
@@ -173,9 +147,7 @@ class RecordedRun:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not isinstance(optimizer, ZeroOptimizer) or optimizer not in self._optimizers:
-            self._note_beside(optimizer)
             return
-        self._inside = True
         named = self._names(optimizer)
         if self._keeps or self.first:
             self.start |= {n: _copy(p) for n, p in named.items() if n not in self.start}
@@ -192,15 +164,6 @@ class RecordedRun:
             return
         if (expected := self._expected()) is not None:
             self._compare_gradients(gradients, expected)
-
-    def _note_beside(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note what an optimizer trains that is not of the world."""
-        if self._inside:
-            return
-        known = {p for one in self._optimizers for p in one._named.values()}
-        given = [p for group in optimizer.param_groups for p in group["params"]]
-        if count := sum(not (p.is_meta or p in known) for p in given):
-            self.beside[type(optimizer).__name__] = count
 
     def _round(self, gradient: Tensor) -> None:
         """Change a gradient in place, as if partial sums of the usual size had been rounded."""
@@ -221,7 +184,8 @@ class RecordedRun:
             for other in [expected.gradients.get(name)]
             if gradient is not None or other is not None
         }
-        whole, eps = math.hypot(*(float(there.norm()) for _, there in pairs.values())), 0.0
+        whole = math.hypot(*(float(there.norm()) for _, there in pairs.values()))
+        coarsest = max((torch.finfo(self.start[name].dtype).eps for name in pairs), default=0.0)
         for name, (here, there) in pairs.items():
             difference = float((here - there).norm())
             eps = torch.finfo(self.start[name].dtype).eps
@@ -230,7 +194,7 @@ class RecordedRun:
             self._step.distances[f"gradient of {name}"] = Distance(difference / norm, eps)
             total, products = math.hypot(total, difference), products + float(here.dot(there))
             squares += float(here.dot(here))
-        self._step.distances["whole gradient"] = Distance(total / max(whole, 1e-300), eps)
+        self._step.distances["whole gradient"] = Distance(total / max(whole, 1e-300), coarsest)
         if products > 0 and products**2 > 0.999 * squares * whole**2:
             self._step.factor = math.sqrt(squares) / whole
 
@@ -248,7 +212,6 @@ class RecordedRun:
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not isinstance(optimizer, ZeroOptimizer) or optimizer not in self._optimizers:
             return
-        self._inside = False
         optimizer.wait_for_parameters()
         named, expected = self._names(optimizer), self._expected()
         if self._keeps:
@@ -258,16 +221,8 @@ class RecordedRun:
         model = optimizer._model
         buffers = dict(model.named_buffers()) if model is not None else {}
         self._step.digests = {n: int(checksum([t])) for n, t in {**named, **buffers}.items()}
-        self._step.optimizer = self._optimizers.index(optimizer)
-        sums = [(name, self._local.pop(p)) for name, p in named.items() if p in self._local]
-        self._step.local = zlib.crc32(repr(sums).encode()) if sums else 0
         self.steps.append(self._step)
         self._step = RecordedStep()
-
-    def to_ranks(self) -> RankSteps:
-        """Return what other ranks are to know."""
-        steps = [replace(step, gradients={}, weights={}, distances={}) for step in self.steps]
-        return RankSteps(steps, self.samples)
 
     @property
     def closures(self) -> bool:
@@ -326,8 +281,7 @@ class RecordedWorld(World):
 
     def optimizer(self, *args: Any, **options: Any) -> ZeroOptimizer:
         """Return a distributed optimizer, as `World.optimizer`, whose steps are recorded."""
-        with self.recorded.making():
-            made = super().optimizer(*args, **options)
+        made = super().optimizer(*args, **options)
         self.recorded.watch(made)
         return made
 

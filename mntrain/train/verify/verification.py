@@ -3,7 +3,7 @@
     one process          the steps, alone on rank 0
     other orders         the same three times, with the samples of a batch in another order and each
                          gradient off by up to one rounding: what fp32 sums in another order give,
-                         or what a 16-bit wire dtype does
+                         or what a 16-bit wire dtype or autocast does
     all ranks            the same at each stage
 
 A loss, gradient or weight of all ranks is right if its distance from one process is at most
@@ -13,7 +13,7 @@ trained on the same samples.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -22,7 +22,6 @@ from mntrain.comm import mpi
 from mntrain.errors import AgreedError, combined_refusals
 from mntrain.train.verify.recorded_steps import (
     Distance,
-    RankSteps,
     RecordedRun,
     RecordedWorld,
     Run,
@@ -39,6 +38,9 @@ ORDERS = 3
 STAGES = (0, 1, 2)
 # One rounding to the wire dtype, if it is more than that of the parameters' dtype.
 _ROUNDING = {"fp32": 0.0, "bf16": 2.0**-7, "fp16": 2.0**-10}
+
+# Of each step of a rank the digests and the inputs (`RecordedStep`); and its samples.
+_RankSteps: TypeAlias = tuple[list[tuple[dict[str, int], list[int]]], int]
 
 
 class Verdict(NamedTuple):
@@ -92,16 +94,17 @@ def examine(
     run: Run,
     comm: "MPI.Intracomm | None",
     options: dict[str, Any],
-    also: Callable[[RecordedWorld, RecordedRun], tuple[str, str]] | None = None,
+    *,
+    uneven: bool = True,
+    hint: str = "",
 ) -> Verdict:
     """Run and compare all stages, and return the verdict. Collective.
 
-    `also` is called on rank 0 in the world of one process with the first run, and returns what is
-    wrong there, and what it could not compare. Without it, parts of batches are to be unequal.
+    If parts of batches are to be `uneven`, a line says if none was. A difference ends with `hint`.
     """
     options = {**options, "compress": "none", "gather_dtype": "fp32"}
-    alone: _Alone | None = None  # on rank 0
-    wrong, left_out = "", list[str]()
+    alone: list[RecordedRun] = []  # on rank 0, of one process: the first run, those in other orders
+    wrong = ""
     patient = {**options, "timeout": None, "warn_after": 1e9}  # while rank 0 alone runs
     with init(comm, **patient) as world:
         if world.size == 1:
@@ -113,57 +116,46 @@ def examine(
         with world.agreement():
             if world.master:
                 alone, wrong = _run_alone(run, options)
-                if also is not None and not wrong:
-                    with _one_process(options) as single:
-                        wrong, unseen = also(single, alone.first)
-                        left_out += [unseen] if unseen else []
         wrong = world.gather(wrong)[0]
-    orders = alone.orders if alone else ()
-    outcomes = [_Outcome(_row("one process, other orders", *orders))]
+    outcomes = [_Outcome(_row("one process, other orders", *alone[1:]))]
     for stage in () if wrong else STAGES:
-        outcomes.append(_compare(run, stage, comm, options, alone))
+        outcomes.append(_compare(run, stage, comm, options, alone, hint=hint))
         if stage == 0 and outcomes[-1].refused:
             outcomes[-1] = outcomes[-1]._replace(wrong=outcomes[-1].refused)
-    if also is None and not any(outcome.uneven for outcome in outcomes):
-        left_out.append("batches that do not divide among the ranks: world.shard gave none")
+    if alone and uneven and not any(outcome.uneven for outcome in outcomes):
+        text = "batches that do not divide among the ranks: world.shard gave none"
+        alone[0].left_out.append(text)
     if not wrong:
         wrong = "\n".join(
             f"{outcome.row[0]}: {outcome.wrong}" for outcome in outcomes if outcome.wrong
         )
     with World(comm, **options) as world:
-        text = world.gather(_text(outcomes, wrong, alone, left_out))[0]
+        text = world.gather(_text(outcomes, wrong, alone))[0]
         world.print(text)
     return Verdict(not wrong, text)
-
-
-class _Alone(NamedTuple):
-    """The runs of one process, on rank 0: the first one, and those in other orders."""
-
-    first: RecordedRun
-    orders: list[RecordedRun]
 
 
 def _one_process(options: dict[str, Any]) -> RecordedWorld:
     return RecordedWorld(mpi.comm_of_one(), **{**options, "ranks_per_node": None})
 
 
-def _run_alone(run: Run, options: dict[str, Any]) -> tuple[_Alone, str]:
+def _run_alone(run: Run, options: dict[str, Any]) -> tuple[list[RecordedRun], str]:
     """Run the steps once, and then in other orders; return the runs, and what is wrong. Local."""
-    alone = _Alone(first := RecordedRun(keeps=True), [])
+    alone = [first := RecordedRun(keeps=True)]
     with _one_process(options) as world:
         try:
             first.record(run, world, 0)
             if wrong := _nothing(first):
                 return alone, wrong
             eps = max(torch.finfo(p.dtype).eps for p in first.start.values())
-            eps = max(eps, _ROUNDING[options.get("wire_dtype", "fp32")])
+            eps = max(eps, first.autocast, _ROUNDING[options.get("wire_dtype", "fp32")])
             for order in range(1, ORDERS + 1):
                 world.order = order
-                alone.orders.append(other := RecordedRun(first, jitter=eps))
+                alone.append(other := RecordedRun(first, jitter=eps))
                 other.record(run, world, 0)
         except NonFiniteGradientError as error:
-            return _Alone(first, []), f"one process alone: {error}"
-        for other in alone.orders:
+            return [first], f"one process alone: {error}"
+        for other in alone[1:]:
             distance = other.steps[0].distances.get("whole gradient", Distance(0.0, eps))
             if not distance.relative <= eps**0.5:  # more than half of the digits
                 return alone, (
@@ -192,11 +184,11 @@ def _nothing(first: RecordedRun) -> str:
     return ""
 
 
-def _limits(alone: _Alone) -> Iterator[dict[str, float]]:
+def _limits(alone: Sequence[RecordedRun]) -> Iterator[dict[str, float]]:
     """Yield, for each step, the largest distance by name that is right."""
     largest: dict[str, float] = {}
-    for number in range(len(alone.first.steps)):
-        steps = [run.steps[number] for run in alone.orders if number < len(run.steps)]
+    for number in range(len(alone[0].steps)):
+        steps = [run.steps[number] for run in alone[1:] if number < len(run.steps)]
         for name, distance in (item for step in steps for item in step.distances.items()):
             largest[name] = max(largest.get(name, 0.0), *distance)
         yield {name: MARGIN * value for name, value in largest.items()}
@@ -207,15 +199,18 @@ def _compare(
     stage: int,
     comm: "MPI.Intracomm | None",
     options: dict[str, Any],
-    alone: _Alone | None,
+    alone: Sequence[RecordedRun],
+    *,
+    hint: str,
 ) -> _Outcome:
     """Run a stage on all ranks, and compare it on rank 0. Collective; the same on all ranks."""
-    name, recorded = f"stage {stage}", RecordedRun(alone.first if alone else None)
+    name, recorded = f"stage {stage}", RecordedRun(alone[0] if alone else None)
     try:
         with RecordedWorld(comm, **options) as world:
             try:
                 recorded.record(run, world, stage)
-                by_rank = world.gather(recorded.to_ranks())
+                steps = [(step.digests, step.inputs) for step in recorded.steps]
+                by_rank = world.gather((steps, recorded.samples))
             except AllRanksError:
                 raise
             except Exception as error:
@@ -226,9 +221,9 @@ def _compare(
                     wrong = (
                         _another_stage(recorded, stage)
                         or _unequal_ranks(by_rank)
-                        or _wrong(recorded, _limits(alone))
+                        or _wrong(recorded, _limits(alone), hint)
                     )
-                    uneven = len({rank.samples for rank in by_rank}) > 1
+                    uneven = len({samples for _, samples in by_rank}) > 1
                     found = _Outcome(_row(name, recorded), wrong, uneven=uneven)
                 outcome = world.gather(found)[0]
                 assert outcome is not None, "rank 0 has made it"
@@ -255,8 +250,8 @@ def _another_stage(recorded: RecordedRun, stage: int) -> str:
     )
 
 
-def _wrong(recorded: RecordedRun, limits: Iterator[dict[str, float]]) -> str:
-    """Return what is wrong first; "" if nothing is."""
+def _wrong(recorded: RecordedRun, limits: Iterator[dict[str, float]], hint: str) -> str:
+    """Return what is wrong first, and the `hint` behind a difference; "" if nothing is."""
     first = recorded.first
     assert first is not None, "rank 0 has run alone"
     if len(recorded.steps) != len(first.steps):
@@ -267,15 +262,15 @@ def _wrong(recorded: RecordedRun, limits: Iterator[dict[str, float]]) -> str:
         for name, distance in step.distances.items():
             limit = allowed.get(name, MARGIN * distance.rounding)
             if not distance.relative <= limit:
-                hint = _batch_norm_hint(recorded)
+                hints = _batch_norm_hint(recorded)
                 if abs(step.factor - 1) > 0.01:
-                    hint += (
+                    hints += (
                         f"; the whole gradient is {step.factor:.3g} times as long, in the same "
                         "direction: a sum in place of a mean, or a division by another count?"
                     )
                 return (
                     f"in step {number}, the difference in the {name} is {distance.relative:.1e}, "
-                    f"and {limit:.1e} is allowed{hint}"
+                    f"and {limit:.1e} is allowed{hints}{hint}"
                 )
     return ""
 
@@ -290,40 +285,32 @@ def _batch_norm_hint(recorded: RecordedRun) -> str:
     )
 
 
-def _unequal_ranks(by_rank: Sequence[RankSteps]) -> str:
+def _unequal_ranks(by_rank: Sequence[_RankSteps]) -> str:
     """Return how ranks differ in what must be equal, or are equal in their samples; "" if not."""
-    for number, steps in enumerate(zip(*(rank.steps for rank in by_rank), strict=False), 1):
-        for name in steps[0].digests:
-            digests = {rank: step.digests.get(name, 0) for rank, step in enumerate(steps)}
+    for number, steps in enumerate(zip(*(steps for steps, _ in by_rank), strict=False), 1):
+        for name in steps[0][0]:
+            digests = {rank: found.get(name, 0) for rank, (found, _) in enumerate(steps)}
             if ranks := odd_ranks(digests):
                 return (
                     f"after step {number}, {name} of {naming('rank', ranks)} differs from that of "
                     "the others"
                 )
     # A rank without a sample of world.shard has stand-ins, as others may have.
-    sharded = any(rank.samples for rank in by_rank)
-    training = {r: rank for r, rank in enumerate(by_rank) if rank.samples or not sharded}
-    seen = {rank: [step.inputs for step in its.steps] for rank, its in training.items()}
+    sharded = any(samples for _, samples in by_rank)
+    seen = {
+        rank: [inputs for _, inputs in steps]
+        for rank, (steps, samples) in enumerate(by_rank)
+        if samples or not sharded
+    }
     if same := _alike(seen):
         return (
             f"{naming('rank', same)} train on the same samples: give each its part, by world.shard"
         )
-    for optimizer in {step.optimizer for rank in training.values() for step in rank.steps}:
-        local = {
-            rank: [step.local for step in its.steps if step.optimizer == optimizer]
-            for rank, its in training.items()
-        }
-        if same := _alike(local):
-            which = f" with optimizer {optimizer + 1}" if optimizer else ""
-            return (
-                f"{naming('rank', same)} train on the same samples{which}, since their gradients "
-                "before the mean are the same: give each its part, by world.shard"
-            )
     return ""
 
 
 def _alike(by_rank: dict[int, list[Any]]) -> list[int]:
-    """Return the first ranks whose lists are equal, and not empty or 0; [] if there are none."""
+    """Return the first ranks whose lists are equal, and not empty; [] if there are none."""
     groups = by_value(by_rank)
     return next((ranks for digests, ranks in groups if len(ranks) > 1 and any(digests)), [])
 
@@ -339,14 +326,14 @@ def _row(name: str, *runs: RecordedRun) -> tuple[str, ...]:
     return (name, *cells)
 
 
-def _compared(first: RecordedRun, left_out: Sequence[str]) -> list[str]:
+def _compared(first: RecordedRun) -> list[str]:
     """Return lines about what of a run of one process was compared, and what was not."""
     names, with_gradient, updated = set(first.start), first.with_gradient, first.updated
     what = [f"the gradients of {_parameters(len(with_gradient))}"] if with_gradient else []
     what.append(f"the updates of {_parameters(len(updated))}")
     if first.losses:
         what.insert(0, f"{len(first.losses)} losses")
-    missing = [*left_out]
+    missing = [*first.left_out]
     if not first.losses:
         missing.append("losses, since train returned none")
     if first.closures:
@@ -355,10 +342,8 @@ def _compared(first: RecordedRun, left_out: Sequence[str]) -> list[str]:
         missing.append(f"{_parameters(len(without))} without a gradient: {first_names(without, 3)}")
     if idle := sorted(with_gradient - updated):
         missing.append(f"{_parameters(len(idle))} without an update: {first_names(idle, 3)}")
-    missing += [
-        f"{_parameters(count)} that {kind} trains, which world.optimizer has not made"
-        for kind, count in first.beside.items()
-    ]
+    if not any(step.inputs for step in first.steps):
+        missing.append("samples of ranks, which may be the same: no module was called to train")
     if first.dropout:
         missing.append(f"layers of dropout, which did nothing meanwhile: {first.dropout}")
     lines = [f"compared in {len(first.steps)} steps: {', '.join(what)}"]
@@ -369,9 +354,7 @@ def _parameters(count: int) -> str:
     return f"{count} parameter" + "s" * (count != 1)
 
 
-def _text(
-    outcomes: Sequence[_Outcome], wrong: str, alone: _Alone | None, left_out: Sequence[str]
-) -> str:
+def _text(outcomes: Sequence[_Outcome], wrong: str, alone: Sequence[RecordedRun]) -> str:
     """Return the table and the verdict."""
     head = ("largest difference, relative", "loss", "gradients", "weights")
     rows = [head, *(outcome.row for outcome in outcomes)]
@@ -387,7 +370,7 @@ def _text(
         "rounding"
     )
     if alone and len(outcomes) > 1:
-        lines += _compared(alone.first, left_out)
+        lines += _compared(alone[0])
     but = ", where it is not refused" if any(outcome.refused for outcome in outcomes) else ""
     right = f"right: all ranks train as one process does{but}"
     lines.append(f"wrong:\n{wrong}" if wrong else right)

@@ -1,17 +1,18 @@
 """The command `python -m mntrain verify`: the first steps of a job, beside those of one process.
 
-One process takes the same micro-batches as the ranks, one after the other, so that statistics of a
-micro-batch (batch norm) are the same. A second run of it takes smaller micro-batches of unequal
-sizes: its results must be the same, too, since the last batch of an epoch and other numbers of
-ranks divide a batch in other ways.
+One process divides the same samples in another way than the ranks, with a micro-batch of a single
+sample: the results must be the same, since the last batch of an epoch and other numbers of ranks
+divide a batch in other ways, too. If statistics of a micro-batch (batch norm) count, it takes the
+micro-batches of the ranks, one after the other.
 """
 
 import random
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -21,7 +22,7 @@ from mntrain.options.balance import BalanceConfig
 from mntrain.options.command_line import parse_options
 from mntrain.options.config import CheckpointConfig, Config, LogConfig
 from mntrain.train.trainer import Trainer
-from mntrain.train.verify.recorded_steps import Distance, RecordedRun, RecordedWorld
+from mntrain.train.verify.recorded_steps import RecordedWorld
 from mntrain.train.verify.verification import Verdict, examine
 from mntrain.world import World
 
@@ -31,6 +32,10 @@ _DESCRIPTION = f"""Compare the first {STEPS} steps of a job on all ranks with th
 losses, gradients and weights, at stages 0, 1 and 2. All options of a job. For example:
   mpirun -n 4 {_PROGRAM} --task my_package.my_module:MyTask
 Exits with 1 if a result is wrong."""
+_HINT = (
+    "; is Loss.count the number of items of the mean, and the loss of a sample the same beside any "
+    "others?"
+)
 
 
 parse = partial(parse_options, Config, prog=_PROGRAM, description=_DESCRIPTION)
@@ -53,8 +58,13 @@ def verify_task(config: Config) -> Verdict:
             _check(config)
             size = world.size
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="mntrain-verify-")))
-        runs = _Runs(config, size, folder)
-        return examine(runs, None, {"device": config.device, **comm}, runs.divide)
+        numbers = count()
+
+        def run(world: RecordedWorld, stage: int) -> Iterable[float]:
+            return _take_steps(world, stage, config, folder / str(next(numbers)), size)
+
+        options = {"device": config.device, **comm}
+        return examine(run, None, options, uneven=False, hint=_HINT)
 
 
 def _check(config: Config) -> None:
@@ -71,91 +81,50 @@ def _check(config: Config) -> None:
         )
 
 
-class _Runs:
-    """The first steps of a job, in any world."""
+def _take_steps(
+    world: RecordedWorld, stage: int, given: Config, folder: Path, ranks: int
+) -> list[float]:
+    """Take the first steps of a job, and return their losses. Collective in the world.
 
-    def __init__(self, config: Config, ranks: int, folder: Path) -> None:
-        self._config, self._ranks, self._folder = config, ranks, folder
-        self._number = 0
-        self._batch_size, self._batch_norm, self._stream = 1, False, False  # of the last run
-
-    def __call__(self, world: RecordedWorld, stage: int) -> Iterable[float]:
-        """Take the steps, and return their losses. Collective in the world."""
-        micro = self._config.train.micro_batch_size
-        return self._steps(world, stage, micro, parts=self._ranks)
-
-    def divide(self, world: RecordedWorld, first: RecordedRun) -> tuple[str, str]:
-        """Return how results of one process depend on micro-batches, and if that is not known."""
-        samples = self._batch_size
-        share = -(-samples // self._ranks)
-        largest = -(-share // -(-share // self._config.train.micro_batch_size))
-        size = -(-largest // 2) if largest > 1 else 2
-        if self._stream:
-            size = next((s for s in range(size, 0, -1) if samples % -(-samples // s)), size)
-        else:
-            size = max(size, 2)  # beside a micro-batch of one sample
-        uneven = samples % -(-samples // size) if self._stream else samples > 2
-        unseen = "" if uneven else f"Loss.count: {samples} samples are in no unequal micro-batches"
-        if self._batch_norm:
-            return "", "Loss.count: the statistics of batch norm are those of a micro-batch"
-        other = RecordedRun(first)
-        other.record(lambda *_: self._steps(world, 0, size, parts=1, divide=True), world, 0)
-        distance = other.steps[0].distances.get("whole gradient", Distance(0.0, 0.0))
-        if distance.relative <= max(distance.rounding, 0.0) ** 0.5:  # less than half of the digits
-            return "", unseen
-        hint = ""
-        if abs(other.steps[0].factor - 1) > 0.01:
-            hint = f", which is {other.steps[0].factor:.3g} times as long"
-        return (
-            f"one process alone has another gradient{hint} with micro-batches of at most {size} "
-            f"samples (by {distance.relative:.1g}), and so have other numbers of ranks: the loss "
-            "is not the mean over Loss.count items, or depends on the samples that are computed "
-            "together"
-        ), ""
-
-    def _steps(
-        self,
-        world: RecordedWorld,
-        stage: int,
-        micro: int,
-        *,
-        parts: int,
-        divide: bool = False,
-    ) -> list[float]:
-        given, self._number = self._config, self._number + 1
-        config = replace(
-            given,
-            data=replace(given.data, workers=0),
-            train=replace(given.train, micro_batch_size=micro, compile=False, check_every=0),
-            zero=replace(given.zero, stage=stage),
-            balance=BalanceConfig(),
-            run=replace(
-                given.run,
-                dir=self._folder / str(self._number),
-                resume="never",
-                stop_after=None,
-                max_minutes=None,
-            ),
-            checkpoint=CheckpointConfig(best=given.checkpoint.best),
-            log=LogConfig(),
+    One process takes the samples of all `ranks`. Those of a stream come in its own micro-batches.
+    """
+    config = replace(
+        given,
+        data=replace(given.data, workers=0),
+        train=replace(given.train, compile=False, check_every=0),
+        zero=replace(given.zero, stage=stage),
+        balance=BalanceConfig(),
+        run=replace(given.run, dir=folder, resume="never", stop_after=None, max_minutes=None),
+        checkpoint=CheckpointConfig(best=given.checkpoint.best),
+        log=LogConfig(),
+    )
+    trainer = Trainer(world, config)
+    data, steps = trainer.job.data, min(STEPS, trainer.job.last_step)
+    batch_norm = any(isinstance(m, _BatchNorm) for m in trainer.job.model.modules())
+    if world.size == 1:
+        samples = (
+            given.train.batch_size if data.stream else min(given.train.batch_size, data.samples)
         )
-        trainer = Trainer(world, config)
-        job = trainer.job
-        self._batch_norm = any(
-            isinstance(layer, _BatchNorm) for layer in job.trained.model.modules()
-        )
-        steps, self._batch_size = min(STEPS, job.last_step), given.train.batch_size
-        self._stream = bool(job.data.stream)
-        if world.size == 1 and not job.data.stream:
-            self._batch_size = min(self._batch_size, job.data.samples)
-            divided = partial(_divide, micro) if divide else None
-            reorder = _shuffle(world.order) if world.order else divided
-            trainer.batches = job.data.batches_of_ranks(parts, steps, reorder)
-        with job.directory, closing(trainer.batches):
-            losses = [trainer.train_step(step).loss for step in range(1, steps + 1)]
-        world.watchdog.at_end.clear()
-        world.recorded.batch_norms.clear()  # one process takes the same micro-batches
-        return losses
+        unseen = ""
+        if batch_norm:
+            unseen = "the statistics of batch norm are those of a micro-batch"
+        elif data.stream:
+            unseen = "the micro-batches of a stream are not divided in another way"
+        elif samples <= 2:
+            unseen = f"{samples} samples are in no unequal micro-batches"
+        world.recorded.left_out += [f"Loss.count: {unseen}"] if unseen else []
+    if world.size == 1 and not data.stream:
+        size = max(given.train.micro_batch_size, 2)  # beside a micro-batch of one sample
+
+        def reorder(lists: list[list[int]]) -> list[list[int]]:
+            return _shuffled(lists if batch_norm else _divide(size, lists), world.order)
+
+        trainer.batches = data.batches_of_ranks(ranks if batch_norm else 1, steps, reorder)
+    with trainer.job.directory, closing(trainer.batches):
+        losses = [trainer.train_step(step).loss for step in range(1, steps + 1)]
+    world.watchdog.at_end.clear()
+    world.recorded.batch_norms.clear()  # one process takes the same micro-batches
+    return losses
 
 
 def _divide(size: int, lists: list[list[int]]) -> list[list[int]]:
@@ -165,11 +134,9 @@ def _divide(size: int, lists: list[list[int]]) -> list[list[int]]:
     return [samples[:1], *rest]
 
 
-def _shuffle(order: int) -> Callable[[list[list[int]]], list[list[int]]]:
-    """Return a function that puts micro-batches, and the samples in each, in another order."""
-
-    def shuffled(lists: list[list[int]]) -> list[list[int]]:
-        draws = random.Random(order)
-        return [draws.sample(one, len(one)) for one in draws.sample(lists, len(lists))]
-
-    return shuffled
+def _shuffled(lists: list[list[int]], order: int) -> list[list[int]]:
+    """Return micro-batches, and the samples in each, in another order; as they are if it is 0."""
+    if not order:
+        return lists
+    draws = random.Random(order)
+    return [draws.sample(one, len(one)) for one in draws.sample(lists, len(lists))]

@@ -126,7 +126,7 @@ def test_a_tensor_larger_than_what_is_staged_at_once(worlds, transport, verb, dt
     world = worlds(transport)
     numel = LARGE // dtype.itemsize + 3
     tensor = torch.empty(numel + 1, dtype=dtype, device=world.device)[1:]
-    pattern = Pattern(RANK, RANKS, dtype, world.device)
+    pattern = Pattern(RANK, RANKS, tensor)
     candidate = library_candidate(transport, verb, world.collectives, tensor, pattern)
     for _ in range(2):
         candidate.prepare()

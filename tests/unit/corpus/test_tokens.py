@@ -2,10 +2,11 @@ import pickle
 
 import numpy as np
 import pytest
+from corpora import ids, write_bpe
 
 from mntrain.corpus import training_tokens
 from mntrain.corpus.text_files import find_files
-from mntrain.corpus.training_tokens import Corpus
+from mntrain.corpus.training_tokens import Corpus, open_training_tokens
 
 
 def test_a_pickled_corpus_reopens_its_files(tmp_path):
@@ -76,3 +77,15 @@ def test_the_range_of_ids_is_that_of_all_or_of_the_first(tmp_path):
         assert Corpus([tmp_path / "a.npy"]).id_range() == (-3, 900)
         low, high = Corpus([tmp_path / "a.npy"]).id_range(20)
         assert ((low == -3), (high == 900)) == (at < 20, 99 - at < 20)
+
+
+def test_text_with_a_space_only_and_empty_files_are_tokens_or_none(tmp_path):
+    def opened(tokenizer):
+        return open_training_tokens(tmp_path, "*.txt", tokenizer, "text")
+
+    (tmp_path / "a.txt").write_text("   ")
+    (tmp_path / "b.txt").touch()
+    assert bytes(ids(opened("bytes"))) == b"   "
+    (tmp_path / "a.txt").write_text("")
+    for tokenizer in ("bytes", f"bpe:{write_bpe(tmp_path)}"):
+        assert len(opened(tokenizer).tokens) == 0

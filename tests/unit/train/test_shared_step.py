@@ -7,7 +7,9 @@ import pytest
 
 import mntrain
 from mntrain.errors import AgreedError
+from mntrain.options.config import Config
 from mntrain.train import shared_step
+from mntrain.train.forward import Precision
 from mntrain.train.shared_step import SharedStep
 from zero.step_message import StepMessage
 
@@ -26,10 +28,10 @@ def failing():
         group=SimpleNamespace(size=1),
         accumulation=accumulation,
     )
-    options = {"skips": False, "per_rank": False}
+    data = SimpleNamespace(sizes=(1, 1))
+    job = SimpleNamespace(optimizer=optimizer, data=data, config=Config(), precision=Precision())
     with mntrain.init(device="cpu") as world:
-        made = SharedStep(world, optimizer, lambda: (1, 1), lambda: None, **options)
-        yield made, others
+        yield SharedStep(world, job, lambda: None), others
 
 
 @pytest.mark.parametrize("waits", [True, False])
