@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import pytest
 from drawn_calls import draw_call, run_calls
 from hypothesis import example, given
 from hypothesis import strategies as st
