@@ -29,7 +29,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from inspect import CO_GENERATOR
 from traceback import walk_tb
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -39,9 +39,6 @@ from mntrain.comm.mpi import CHUNK_TAGS
 from mntrain.comm.shared_memory import DEPTH
 from mntrain.comm.ticket import MASK, SPREAD, Ticket, digest_of, text_of
 from mntrain.recorder.events import Recorder
-
-if TYPE_CHECKING:
-    from mntrain.comm.waits import OwnClock
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -437,7 +434,8 @@ class ProgressEngine:
         self._counting = threading.RLock()  # a signal handler may wait, too
         self.observe: Callable[[str, float], None] = lambda name, start: None
         """Called after each wait, with a name and when it began."""
-        self.own_clock: OwnClock | None = None  # that of a device, once it is asked for
+        self.device_waits: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Set by the clock of this rank's device, once anybody has asked for its time."""
         self.error: Exception | None = None  # by which `stop` ended all communication
         self._backoff = clock.Backoff()
         self._closed: Exception | None = None  # why nothing more is accepted
@@ -586,8 +584,8 @@ class ProgressEngine:
         self.observe("wait", began_s)
 
     def waiting(self) -> AbstractContextManager[object]:
-        """Return the context of a wait, for the clock of this rank's device, if there is one."""
-        return nullcontext() if self.own_clock is None else self.own_clock.waiting()
+        """Return the context of a wait, in which the clock of this rank's device measures it."""
+        return self.device_waits()
 
     def progress_in_thread(self, futures: Iterable[Future[Any]]) -> None:
         """Let the engine's thread progress futures while nobody waits for them. Local."""

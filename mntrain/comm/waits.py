@@ -71,7 +71,7 @@ class OwnClock:
     def mark(self) -> Mark:
         """Return this point in the work of the calling thread. Does not wait for the device."""
         if self.copier is not None and self._following is None:
-            self._following, self._engine.own_clock = [], self
+            self._following, self._engine.device_waits = [], self.waiting
         own_s = clock.now() - self._engine.waited_s - self._engine.gathered_s
         following = [] if self._following is None else self._following
         return Mark(own_s, self._event(), None, following)
