@@ -14,7 +14,7 @@ from mntrain.ranks import REAL, Number, dense, is_complex, named_by_shape
 def weighted_mean(collectives: WorldCollectives, value: Number, weight: float) -> Number:
     """Return the mean of all ranks' values by weight. Collective. See `World.mean`."""
     problem = weight_problem(weight)
-    number = dense(value) if isinstance(value, Tensor) else to_float(value)
+    number: float | Tensor | None = dense(value) if isinstance(value, Tensor) else to_float(value)
     if is_complex(value):
         problem, number = f"the value is complex: {REAL}", 0.0
     elif number is None:
