@@ -63,7 +63,8 @@ def activation_bytes(
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_drop)
         tensors = [tensor for tensor in tree_leaves(given) if isinstance(tensor, Tensor)]
-        with _LiveTensors([*fake.parameters(), *fake.buffers(), *tensors]) as live:
+        live = _LiveTensors([*fake.parameters(), *fake.buffers(), *tensors])
+        with live:
             precision.loss(task, fake, given, torch.device("cpu")).mean.backward()
     return live.peak
 
