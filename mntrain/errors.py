@@ -99,15 +99,17 @@ def advise(error: BaseException) -> None:
 
 
 class ExceptionWatch:
-    """A watch for uncaught exceptions, which aborts the whole job. One per world.
+    """Hooks for uncaught exceptions, which abort the whole job. One per world.
 
-    The user's own hooks still report the exceptions. In a forked child of the rank, and after
-    `uninstall`, they alone do.
+    The user's own hooks, which were installed before, still report the exceptions. In a forked
+    child of the rank, and after `uninstall`, they alone do.
     """
 
     def __init__(self, rank: int, size: int, host: str) -> None:
         self.rank, self.size, self.host = rank, size, host
-        self._process = 0  # the process that installed it
+        # The newest hooks by their places; the argument of each is the hook that it has replaced.
+        self._hooks: dict[Any, partial[None]] = {}
+        self._process = 0  # the process that installed the hooks; 0: they are not installed
         self._handled: BaseException | None = None
         # Is told of an exception that ends the world, before anything else is done about it.
         self.on_error: Callable[[BaseException], None] = lambda error: None
@@ -116,22 +118,31 @@ class ExceptionWatch:
     def install(self) -> None:
         """Replace the interpreter's hooks for uncaught exceptions of all threads."""
         self._process = os.getpid()
-        if self not in _watches:
-            _watches.append(self)
-        for module, handle in _HANDLERS.items():
-            if module.excepthook is not _hooks.get(module):
-                module.excepthook = _hooks[module] = partial(handle, module.excepthook)
+        handlers: dict[Any, Callable[..., None]] = {
+            sys: self._handle_uncaught,
+            threading: self._handle_in_thread,
+        }
+        for module, handle in handlers.items():
+            if not self._is_below(module.excepthook):
+                module.excepthook = self._hooks[module] = partial(handle, module.excepthook)
 
     def uninstall(self) -> None:
-        """Restore the hooks if this is the last watch, unless others have replaced them since.
+        """Restore the hooks that `install` replaced, unless others have replaced these since.
 
         What stays in place only passes exceptions on.
         """
-        if self in _watches:
-            _watches.remove(self)
-        for module, hook in _hooks.items():
-            if not _watches and module.excepthook is hook:
+        self._process = 0
+        for module, hook in self._hooks.items():
+            if module.excepthook is hook:
                 (module.excepthook,) = hook.args
+                below = _watch_of(module.excepthook)
+                if below is not None and not below._process:
+                    below.uninstall()
+
+    def _is_below(self, hook: Any) -> bool:
+        """Return whether a hook is this watch's, or that of another one which calls it."""
+        watch = _watch_of(hook)
+        return watch is self or (watch is not None and self._is_below(hook.args[0]))
 
     def end_job(self, error: BaseException) -> NoReturn:
         """Report `error`, let the others leave with a `RemoteRankError`, then abort all ranks."""
@@ -174,16 +185,23 @@ class ExceptionWatch:
     def _place(self) -> str:
         return f"rank {self.rank} of {self.size} on {self.host}"
 
+    @property
+    def _user_hook(self) -> Callable[..., object] | None:
+        """The hook that the user has installed in place of the interpreter's, if any."""
+        hook: Any = self._hooks[sys]
+        while _watch_of(hook) is not None:
+            (hook,) = hook.args
+        return hook if hook is not sys.__excepthook__ else None
+
     def _report_failure(self, error: BaseException) -> None:
         """Print which rank failed; the user's hook, if any, reports the error itself."""
         line, text = f"mntrain: {self._place} failed:\n", "".join(traceback.format_exception(error))
-        (user_hook,) = _hooks[sys].args
-        if user_hook is sys.__excepthook__:
+        if self._user_hook is None:
             print(line + text, file=sys.stderr)
             return
         print(line, end="", file=sys.stderr, flush=True)
         try:
-            user_hook(type(error), error, error.__traceback__)
+            self._user_hook(type(error), error, error.__traceback__)
         except Exception:
             print(text, file=sys.stderr)
 
@@ -201,6 +219,28 @@ class ExceptionWatch:
         first = None if self.others is None else self.others.communication_error
         return first if first is not None and str(first) in str(error) else error
 
+    def _handle_uncaught(
+        self, replaced: Callable[..., object], kind: Any, error: BaseException, trace: Any
+    ) -> None:
+        error = self._unwrapped(error)
+        of_all = isinstance(error, AllRanksError)  # rank 0 alone prints it
+        # A hook of the user's passes an error on to the one that it has replaced: this one, if it
+        # was installed again since.
+        if self._process != os.getpid() or error is self._handled:
+            replaced(kind, error, trace)
+            return
+        self._handled = error
+        if self.size > 1 and not of_all:
+            self.end_job(error)
+        self.on_error(error)
+        if isinstance(error, AgreedError):
+            error.report()
+            self._report_before(error)
+            if self.rank == 0 and self._user_hook is not None:
+                self._user_hook(kind, error, trace)
+        elif self.rank == 0 or not of_all:
+            replaced(kind, error, trace)
+
     def _report_before(self, error: AgreedError) -> None:
         """Print what this rank had raised, if other ranks had not: by then their calls differed."""
         first = None if self.others is None else self.others.communication_error
@@ -210,53 +250,25 @@ class ExceptionWatch:
             text = str(before) if of_all else "\n" + "".join(traceback.format_exception(before))
             print(f"mntrain: error: {self._place} had raised: {text}", file=sys.stderr)
 
-
-_watches: list[ExceptionWatch] = []  # that are installed, the newest last
-# The newest hooks of this module, by their places; the argument of each is what it has replaced.
-_hooks: dict[Any, partial[None]] = {}
-
-
-def _own_watches() -> list[ExceptionWatch]:
-    """Return the watches of this process, the newest first."""
-    return [watch for watch in reversed(_watches) if watch._process == os.getpid()]
-
-
-def _handle_uncaught(
-    previous: Callable[..., object], kind: Any, error: BaseException, trace: Any
-) -> None:
-    for watch in _own_watches():
-        error = watch._unwrapped(error)
-        of_all = isinstance(error, AllRanksError)  # rank 0 alone prints it
-        if watch._handled is not error:  # else a user's hook has passed it on to this one
-            if watch.size > 1 and not of_all:
-                watch.end_job(error)
-            watch._handled = error
-            watch.on_error(error)
-            if isinstance(error, AgreedError):
-                error.report()
-                watch._report_before(error)
-        if of_all and watch.rank:
-            return
-        if isinstance(error, AgreedError):
-            if previous is sys.__excepthook__:
-                return
-            break
-    previous(kind, error, trace)
+    def _handle_in_thread(
+        self, replaced: Callable[..., object], args: threading.ExceptHookArgs
+    ) -> None:
+        """End the job for threads of this package; let others end with a report, as Python does."""
+        error = args.exc_value or args.exc_type()
+        thread = args.thread.name if args.thread else ""
+        if self._process == os.getpid() and self.size > 1 and error is not self._handled:
+            self._handled = error
+            if thread.startswith(OWN_THREAD):
+                self.end_job(error)
+            if not isinstance(error, SystemExit):
+                print(f"mntrain: {self._place}: an exception ends {thread}", file=sys.stderr)
+        replaced(args)
 
 
-def _handle_in_thread(previous: Callable[..., object], args: threading.ExceptHookArgs) -> None:
-    """End the job for threads of this package; let others end with a report, as Python does."""
-    error = args.exc_value or args.exc_type()
-    thread = args.thread.name if args.thread else ""
-    for watch in [watch for watch in _own_watches() if watch.size > 1][:1]:
-        if thread.startswith(OWN_THREAD):
-            watch.end_job(error)
-        if not isinstance(error, SystemExit):
-            print(f"mntrain: {watch._place}: an exception ends {thread}", file=sys.stderr)
-    previous(args)
-
-
-_HANDLERS: dict[Any, Callable[..., None]] = {sys: _handle_uncaught, threading: _handle_in_thread}
+def _watch_of(hook: Any) -> ExceptionWatch | None:
+    """Return the watch that has installed a hook, if one has."""
+    watch = getattr(hook.func, "__self__", None) if isinstance(hook, partial) else None
+    return watch if isinstance(watch, ExceptionWatch) else None
 
 
 def combined_refusals(refusals: Sequence[str | None]) -> str:

@@ -27,7 +27,6 @@ def own_hooks(monkeypatch):
     monkeypatch.setattr(errors.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
-    monkeypatch.setattr(errors, "_watches", [])
 
 
 @pytest.fixture
