@@ -20,15 +20,15 @@ UNDER_MPI += tuple(f"--ignore={path}" for path in SIMULATED)
 OF_ONE = ("shared_memory",)
 OF_NODES = ("levels", "transports")
 AT_TWO = ("shared_memory",)
-AT_THREE = ("balance", "jobs", "soak", "transports")
+AT_THREE = ("balance", "jobs", "transports")
 # Whose subject is what an optimizer or a loader does with collectives, not how these are made; or
 # memory, processes that are forked, devices that are emulated, and long turns.
 _ABOVE = ("balance", "checkpoint", "compressed_gradients", "forked")
 _ABOVE += ("local_checkpoints", "own_loop", "report")
-_ABOVE += ("shared_memory", "soak", "timeline", "transports", "verification")
+_ABOVE += ("shared_memory", "timeline", "transports", "verification")
 ABOVE = [MPI_TESTS / f"test_{name}.py" for name in _ABOVE]
 # With --all alone: other tests show most of what they do.
-RARE = ("compressed_gradients", "forked", "report", "shared_memory", "soak", "timeline")
+RARE = ("compressed_gradients", "forked", "report", "shared_memory", "timeline")
 RARE += ("verification",)
 AT_FOUR_ALONE = ("transports",)
 SUITES = {
