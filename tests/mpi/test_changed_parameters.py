@@ -174,15 +174,6 @@ def test_memory_that_parameters_would_leave_is_refused_by_all_ranks_but_at_stage
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("stage", [1, 2])
-def test_memory_that_one_rank_shares_with_other_processes_is_refused_by_all(make, stage):
-    model = layers(3)
-    if RANK == SIZE - 1:
-        model.share_memory()
-    assert f"rank {SIZE - 1}" in refusal(make, model, ADAM, stage=stage)
-
-
 def remove_a_layer(model):
     del model[1]
 

@@ -81,9 +81,7 @@ def collection():
 
 
 METRICS = {
-    "accuracy": (lambda: MulticlassAccuracy(3, average="micro"), of_classes),
     "auroc": (BinaryAUROC, lambda m, x, y: m.update(x[:, 0].sigmoid(), (y > 0).long())),
-    "mean": (MeanMetric, lambda m, x, _: m.update(x[:, 0], weight=x[:, 1].abs())),
     "collection": (collection, of_classes),
     "entries": (CatMetric, of_entries),
     "lists": (Lists, of_classes),
@@ -320,12 +318,6 @@ def test_a_metric_that_ranks_reduce_in_two_ways_is_refused_on_all(world):
         means.add(1, {"loss": torch.tensor(2.0), "odd": Max(1.0)})
     with pytest.raises(TrainingStoppedError, match=r"the metric odd is a .*, and was a "):
         means.reduce(world.collectives, "in step 2")
-
-
-def test_the_ranks_of_a_loss_that_is_not_finite_are_named(world):
-    means = StepMeans(RANK)
-    means.add(1, {"loss": torch.tensor(math.nan if RANK == RANKS - 1 else 1.0)})
-    assert means.reduce(world.collectives, "in step 1").nonfinite == f"nan on rank {RANKS - 1}"
 
 
 def test_a_group_without_items_has_no_loss_and_others_name_their_ranks_in_the_world():
