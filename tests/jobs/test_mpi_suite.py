@@ -15,9 +15,8 @@ SIMULATED = [
 ]
 UNDER_MPI = ("-m", "not simulated or both or processes")
 UNDER_MPI += tuple(f"--ignore={path}" for path in SIMULATED)
-# On one rank, the tests whose subject differs there. On one to three ranks together, every test in
-# every combination with --all. On four, tests that depend on which rank is on which node.
-OF_ONE = ("shared_memory",)
+# On two and three ranks together, every test in every combination with --all. On four, tests that
+# depend on which rank is on which node. One rank alone is the subject of tests/unit.
 OF_NODES = ("levels", "transports")
 AT_TWO = ("shared_memory",)
 AT_THREE = ("balance", "jobs", "transports")
@@ -28,11 +27,9 @@ _ABOVE += ("local_checkpoints", "own_loop", "report")
 _ABOVE += ("shared_memory", "timeline", "transports", "verification")
 ABOVE = [MPI_TESTS / f"test_{name}.py" for name in _ABOVE]
 # With --all alone: other tests show most of what they do.
-RARE = ("compressed_gradients", "forked", "report", "shared_memory", "timeline")
-RARE += ("verification",)
+RARE = ("forked", "report", "shared_memory", "timeline", "verification")
 AT_FOUR_ALONE = ("transports",)
 SUITES = {
-    1: [MPI_TESTS / f"test_{name}.py" for name in OF_ONE],
     2: [MPI_TESTS, *(f"--ignore={MPI_TESTS}/test_{name}.py" for name in AT_THREE)],
     3: [MPI_TESTS, *(f"--ignore={MPI_TESTS}/test_{name}.py" for name in AT_TWO)],
     4: [MPI_TESTS / f"test_{name}.py" for name in OF_NODES],

@@ -30,7 +30,7 @@ from mntrain.errors import AgreedError
 from mntrain.sync import LocalSGD
 from zero import comparison
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 RANK = MPI.COMM_WORLD.rank
 LAST = RANKS - 1

@@ -19,7 +19,7 @@ from torch.utils.data import ChainDataset, DataLoader, TensorDataset
 from mntrain.data.loader import Passes
 from mntrain.sync import DiLoCo, LocalSGD
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 BATCH, EPOCHS = 12, 2
 PASSES = WeakKeyDictionary()  # of one process, over loaders

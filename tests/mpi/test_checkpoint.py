@@ -42,7 +42,7 @@ from mntrain.checks.storage import PAGE_BYTES
 from mntrain.errors import AgreedError
 from zero import ZeroOptimizer
 
-pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 RANK = MPI.COMM_WORLD.rank
 
@@ -133,7 +133,7 @@ def test_a_checkpoint_of_any_size_is_read_at_any_size(worlds, folder, make_model
 def test_state_of_whole_parameters(worlds, folder):
     """Optimizers with state that is not of a parameter's shape, read by fewer ranks."""
     options = {"lr": 0.01}
-    fewer = worlds(max(1, RANKS - 1))
+    fewer = worlds(RANKS - 1)
     for kind in (torch.optim.Adafactor, torch.optim.NAdam, Lamb, Listed, Keeping):
         world, model, place = worlds(), net(torch.float32), folder / kind.__name__
         optimizer = world.optimizer(model, kind, stage=2, **options)
@@ -244,7 +244,7 @@ def test_state_of_no_parameter_that_differs_is_restored_on_as_many_ranks(worlds,
     train(world, model, optimizer, range(1))
     save(world, model, optimizer, folder)
     optimizer.close()
-    for readers in {RANKS, max(1, RANKS - 1)}:
+    for readers in {RANKS, RANKS - 1}:
         if (world := worlds(readers)) is None:
             continue
         resumed = world.optimizer(other := net(), OfRank, stage=2)
@@ -604,8 +604,7 @@ def test_what_cannot_be_read_is_tried_again_and_then_refused_and_is_not_damaged(
         with pytest.raises(mntrain.AgreedError, match="cannot be read") as error:
             checkpoint.newest(world, folder)
         assert os.strerror(code) in str(error.value)
-        if RANKS > 1:
-            assert str(error.value).startswith(f"rank {RANKS - 1}: {paths[1]} cannot be read (")
+        assert str(error.value).startswith(f"rank {RANKS - 1}: {paths[1]} cannot be read (")
     assert checkpoint.newest(world, folder).path == paths[1]
     left = [2]  # a run whose checkpoints cannot be listed is not one without checkpoints
 
@@ -668,20 +667,17 @@ def test_the_first_save_is_read_back_on_another_node(folder, monkeypatch):
         with pytest.MonkeyPatch.context() as patch:
             if RANK == RANKS - 1:
                 patch.setattr("mntrain.checkpoint.format.os.pwrite", write_zeros)
-            if RANKS == 1:
-                saver.save(progress(1))  # no other node reads it
-            else:
-                with pytest.raises(mntrain.AgreedError, match="was not saved") as error:
-                    saver.save(progress(1))
-                assert "reads otherwise" in str(error.value)
-                assert "a file system that keeps what several nodes write" in str(error.value)
-                assert list_checkpoints(folder) == []
+            with pytest.raises(mntrain.AgreedError, match="was not saved") as error:
+                saver.save(progress(1))
+            assert "reads otherwise" in str(error.value)
+            assert "a file system that keeps what several nodes write" in str(error.value)
+            assert list_checkpoints(folder) == []
         for step in (2, 3):
             reads.clear()
             saver.begin(progress(step))
             while saver.saving:
                 saver.advance()
-            assert bool(reads) == (step == 2 and RANKS > 1)
+            assert bool(reads) == (step == 2)
         assert checkpoint.newest(world, folder).manifest.step == 3
         optimizer.close()
 

@@ -13,8 +13,6 @@ from mntrain.comm import mpi
 from mntrain.comm.links import matchings, measure
 from mntrain.errors import AgreedError
 
-pytestmark = pytest.mark.mpi(min_size=2)
-
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
 LAST = SIZE - 1

@@ -45,7 +45,7 @@ from zero.exchange.exchange import EXCHANGED
 from zero.shard import NonFiniteGradientError
 from zero.state import UNSENT
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 MEANS = [LocalSGD(every=3, warmup=2), DiLoCo(every=3, warmup=2)]
 SPARSE = SparseLoCo(every=3, warmup=2, density=0.1)
@@ -517,7 +517,7 @@ def test_a_node_without_samples_waits_for_the_next_step(world, cut, stage):
     assert optimizer.step().weight == 0
     optimizer.wait_for_parameters()
     assert len(set(digests(world, model))) == 1  # the exchange
-    assert (model_digest(model) == after) == (NODES == 1)
+    assert model_digest(model) != after
 
 
 def test_buffers_are_those_of_rank_0_after_an_exchange(world, cut):
@@ -558,7 +558,7 @@ def test_an_exception_of_one_rank_leaves_the_means_without_waiting_for_others(wo
         leave(KeyError("of this rank"), late=RANK > 0)
     if RANK == 0:
         world.barrier()  # the others are in the block still
-    if stage and NODES > 1 and PER_NODE > 1:
+    if stage and PER_NODE > 1:
         with pytest.raises(RuntimeError, match=r"in a block of optimizer\.averaged\(\), .*catch"):
             optimizer.step()
     else:
@@ -628,7 +628,7 @@ def test_each_node_goes_on_with_its_own_loss_scale(folder, stage, saved_after):
             checkpoints.close()
             scales.append(world.gather(optimizer.state_dict()["loss_scale"]))
     assert scales[0] == scales[1]
-    assert len({scale["value"] for scale in scales[0]}) == (2 if NODES > 1 else 1)
+    assert len({scale["value"] for scale in scales[0]}) == 2
 
 
 class CountsByNode(torch.optim.SGD):

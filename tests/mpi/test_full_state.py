@@ -3,7 +3,6 @@
 import copy
 import io
 from collections import defaultdict
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -13,7 +12,7 @@ from mpi4py import MPI
 from oracle import assert_close, mine, update
 from torch import nn
 
-pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
@@ -141,9 +140,8 @@ def test_a_part_of_the_state_is_not_pickled(world, make, stage):
     optimizer.step()
     state = copy.deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(state)
-    if SIZE > 1:
-        with pytest.raises(RuntimeError, match=r"full_state_dict\(\).*world\.checkpoints"):
-            torch.save(state, io.BytesIO())
+    with pytest.raises(RuntimeError, match=r"full_state_dict\(\).*world\.checkpoints"):
+        torch.save(state, io.BytesIO())
     file = io.BytesIO()
     torch.save({**state, "slices": list(state["slices"])}, file)
     file.seek(0)
@@ -164,7 +162,7 @@ def test_state_of_no_parameter_that_differs_by_rank_is_not_whole(world, make, st
     optimizer = make(model, partial(NumberOfRank, lr=0.1), stage=stage)
     update(optimizer, loss_of(model, *mine(world, batch(0, torch.float32))))
     differs = pytest.raises(RuntimeError, match="has rank/number under a key that is no parameter")
-    with differs if SIZE > 1 else nullcontext():
+    with differs:
         optimizer.full_state_dict()
 
 

@@ -8,8 +8,6 @@ from worlds import BUT_LAST, RANKS, communication_threads, make_world, refusal
 import mntrain
 from mntrain.comm import mpi
 
-pytestmark = pytest.mark.mpi(min_size=2)
-
 COMM = MPI.COMM_WORLD
 LAST = RANKS - 1
 

@@ -28,8 +28,6 @@ from mntrain.checkpoint.partner_copies import partner_nodes
 from mntrain.recorder.launch_notes import VARIABLE, LaunchNotes
 from mntrain.run import local_saving
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(RANKS == 1, reason="needs several nodes")]
-
 COMM = MPI.COMM_WORLD
 LAST = 8
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from worlds import make_world
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 SAMPLES, BATCH, FACTOR = 23, 7, 0.3
 

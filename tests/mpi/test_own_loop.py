@@ -29,7 +29,7 @@ from mntrain.run import lock
 from mntrain.sync import DiLoCo
 from zero.step_message import StepMessage
 
-pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 COMM = MPI.COMM_WORLD
 RANK = COMM.rank
@@ -133,7 +133,7 @@ def test_a_loop_resumed_on_other_ranks_at_another_stage_has_the_same_losses(
         train(folder / "whole", comm=comm, schedule=schedule, every=0)
     train(folder / "parts", stage=stages[0], schedule=schedule, stop_after=5)
     assert steps_kept(folder / "parts") == [4, 2]  # step 5 is taken again
-    with first_ranks(max(1, RANKS - 1)) as comm:
+    with first_ranks(RANKS - 1) as comm:
         train(folder / "parts", comm=comm, stage=stages[1], schedule=schedule)
     for name in ("loss", "lr"):
         expected = column(folder / "whole", name)
@@ -239,7 +239,6 @@ def test_nothing_is_written_to_a_folder_in_the_place_of_the_run_directory(folder
     assert [line["step"] for line in lines_of(folder / "there")] == [1]
 
 
-@pytest.mark.mpi(min_size=2)
 def test_no_rank_waits_for_another(folder):
     with looping(folder / "run", every="10min") as loop:
         world = loop.world
@@ -275,7 +274,6 @@ def test_metrics_flags_of_saves_and_requests_travel_in_the_message_of_the_gradie
     assert column(folder / "run", "step") == list(range(1, 7))
 
 
-@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("bound", [0, 1])
 def test_nothing_of_a_loop_crosses_nodes_between_two_exchanges(folder, monkeypatch, bound):
     sync, own = DiLoCo(every=3, warmup=1, max_staleness=bound), []
@@ -320,7 +318,6 @@ def test_nothing_of_a_loop_crosses_nodes_between_two_exchanges(folder, monkeypat
         assert summary_of(folder / "run")["status"] == "preempted"
 
 
-@pytest.mark.mpi(min_size=2)
 def test_a_loop_that_takes_no_steps_within_a_round_hears_of_requests(folder):
     with mntrain.init(COMM, device="cpu", ranks_per_node=1) as world:
         loop = Loop(world, folder / "run", sync=DiLoCo(every=100), every="100min")
@@ -339,7 +336,6 @@ def test_a_loop_that_takes_no_steps_within_a_round_hears_of_requests(folder):
     assert column(folder / "run", "step") == [1, 2]
 
 
-@pytest.mark.mpi(min_size=2)
 def test_a_loop_that_goes_on_with_another_optimizer_hears_of_requests(folder):
     with mntrain.init(COMM, device="cpu", ranks_per_node=1) as world:
         loop = Loop(world, folder / "run", sync=DiLoCo(every=100))
@@ -415,13 +411,11 @@ def test_copies_that_cannot_be_written_are_refused_on_all_ranks(folder, monkeypa
             monkeypatch.setitem(sys.modules, "wandb", None)
         said = refusal(partial(world.metrics, folder, wandb="digits"))
         assert "world.metrics(wandb=) needs the package wandb, which cannot be imported" in said
-        if RANKS > 1:
-            said = refusal(partial(world.metrics, folder, per_rank=RANK == 1))
-            assert "per_rank" in said
-            assert "give the same on all ranks" in said
+        said = refusal(partial(world.metrics, folder, per_rank=RANK == 1))
+        assert "per_rank" in said
+        assert "give the same on all ranks" in said
 
 
-@pytest.mark.mpi(min_size=2)
 def test_ranks_that_log_different_names_or_steps_are_told_so(folder):
     with world_of() as world:
         log = world.metrics(folder)
@@ -531,9 +525,8 @@ def test_the_checkpoint_of_the_lowest_evaluation_loss_is_kept(folder):
         loop.checkpoints.save(6, now=True)
         loop.world.barrier()  # the master has removed old checkpoints
         assert steps_kept(folder / "run") == [6, 2]
-        if RANKS > 1:
-            said = refusal(loop.checkpoints.save, 7, eval_loss=float(RANK))
-            assert "eval_loss differs between ranks: rank 0 has 0.0, rank 1 has 1.0" in said
+        said = refusal(loop.checkpoints.save, 7, eval_loss=float(RANK))
+        assert "eval_loss differs between ranks: rank 0 has 0.0, rank 1 has 1.0" in said
 
 
 class Bookmark:
@@ -572,7 +565,7 @@ def test_a_loop_that_is_resumed_on_other_data_of_the_same_size_warns(folder, mon
     run(rows)
     assert said == []
     run(rows if divided and RANK < RANKS - 1 else rows.flip(0))
-    where = f" on rank {RANKS - 1}" if divided and RANKS > 1 else ""
+    where = f" on rank {RANKS - 1}" if divided else ""
     told = f"the data is not that of the checkpoint: samples of data{where} changed"
     assert said == ([told] if RANK == 0 else [])
 
@@ -644,19 +637,17 @@ def test_wrong_arguments_of_checkpoints_are_refused(folder):
             (torchs, "optimizer is not one that world.optimizer() has made"),
         ]:
             assert message in refusal(world.checkpoints, folder / "run", **given | options)
-        if RANKS > 1:
-            second = {"critic": world.optimizer(nn.Linear(2, 2), torch.optim.SGD, stage=1, lr=0.1)}
-            said = refusal(world.checkpoints, folder / "run", **given | second)
-            assert "save critic.full_state_dict(), which all ranks call" in said
+        second = {"critic": world.optimizer(nn.Linear(2, 2), torch.optim.SGD, stage=1, lr=0.1)}
+        said = refusal(world.checkpoints, folder / "run", **given | second)
+        assert "save critic.full_state_dict(), which all ranks call" in said
         unsaved = world.checkpoints(folder / "unsaved", **given, data=Bookmark(len))
         assert "the state has data.at, a builtin_function" in refusal(unsaved.restore)
         world.checkpoints(folder / "run", **given)
         said = refusal(world.checkpoints, folder / "run", **given)
         assert "run has checkpoints in this world already" in said
-        if RANKS > 1:
-            every = {"every": 5 + RANK}
-            said = refusal(world.checkpoints, folder / "other", **given, **every)
-            assert "every differs between ranks: rank 0 has 5, rank 1 has 6" in said
+        every = {"every": 5 + RANK}
+        said = refusal(world.checkpoints, folder / "other", **given, **every)
+        assert "every differs between ranks: rank 0 has 5, rank 1 has 6" in said
 
 
 @pytest.mark.thorough

@@ -12,7 +12,7 @@ from worlds import BUT_LAST, refusal
 
 from zero.comm_hooks import CommHook
 
-pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 
 class Waves(nn.Module):
@@ -79,7 +79,6 @@ def odd(world, usual, other):
     return other if world.rank == world.size - 1 else usual
 
 
-@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize(
     ("usual", "other", "words"),
@@ -110,7 +109,6 @@ def test_different_optimizers_are_refused_by_all_ranks(world, stage, usual, othe
     assert said == f"the optimizer differs between ranks: {BUT_LAST} {words}"
 
 
-@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_different_groups_are_refused_by_all_ranks(world, stage):
     model, last = net(), world.size - 1

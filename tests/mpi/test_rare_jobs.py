@@ -19,7 +19,7 @@ from mntrain.train.entry import exit_code
 from mntrain.train.trainer import Trainer
 from zero.exchange import exchange
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 RANK = MPI.COMM_WORLD.rank
 EACH_STEP = {"eval_every": 1, "check_every": 1}

@@ -14,7 +14,7 @@ from worlds import RANKS
 
 from zero import NonFiniteGradientError
 
-pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 RANK = MPI.COMM_WORLD.rank
 LAST = RANKS - 1

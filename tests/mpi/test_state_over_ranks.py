@@ -11,7 +11,7 @@ from oracle import ADAMW, ALGORITHMS, STAGES, PlainTraining, assert_parity, loss
 from states import empty_like, mode_of, saved
 from states import train as train_only
 
-pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 
 def train(world, model, optimizer, steps):

@@ -11,7 +11,6 @@ from worlds import first_ranks, make_world
 import mntrain
 
 pytestmark = [
-    pytest.mark.mpi,
     pytest.mark.simulated,
     # Of torch where a machine has fewer cores, and of newer Pythons at a fork beside threads.
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
