@@ -75,7 +75,7 @@ def trained_alone():
     return model, batches
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.thorough), 2])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
 def test_a_slow_rank_gets_fewer_samples_and_the_weights_stay(world, make, stage, capfd):
     alone, whole = trained_alone()
     model = make_model()
@@ -160,7 +160,7 @@ def test_what_cannot_be_balanced_is_refused(world):
         world.shard(stream, balance=True)
 
 
-@pytest.mark.parametrize("second", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("second", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_two_loaders_at_a_time_need_stated_weights(world, make, second):
     """Otherwise ranks whose parts happen to be equal would go on, and others fail."""
     reference, other = make_loader(), make_loader()

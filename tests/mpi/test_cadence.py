@@ -161,7 +161,6 @@ def expect_order(world, sizes):
     return by_rank
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("stage", "layout"), [(1, 2), (0, None), (1, None), (2, None), (0, 2), (2, 2)]
 )
@@ -184,7 +183,7 @@ def test_weights_are_those_of_one_process_on_the_same_batches(speeds, folder, st
 
 @pytest.mark.parametrize(
     "before",
-    [RANKS, pytest.param(1, marks=pytest.mark.thorough)],
+    [RANKS, 1],
 )
 def test_a_run_goes_on_in_the_middle_of_a_plan_on_other_ranks(speeds, folder, before):
     after = RANKS - 1 if before == RANKS else RANKS

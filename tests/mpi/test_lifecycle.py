@@ -32,11 +32,6 @@ def test_a_bad_argument_is_refused_by_all_ranks(name, value, words):
         mntrain.init(algorithms="lanes")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_cuda_where_there_is_none_is_refused():
-    assert refusal(mntrain.init, device="cuda").startswith("device cuda was requested, but torch")
-
-
 @pytest.mark.parametrize(
     ("name", "usual", "other"),
     [("algorithm", "lanes", "flat"), ("bucket_mb", 25.0, 1.0), ("ranks_per_node", None, 1)],

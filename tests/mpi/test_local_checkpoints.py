@@ -23,7 +23,7 @@ from worlds import RANKS, hosts, meet, refusal
 import mntrain
 from mntrain import AgreedError
 from mntrain.checkpoint import node_folders, partner_copies, saver
-from mntrain.checkpoint.format import FILE, MODEL, OPTIMIZER
+from mntrain.checkpoint.format import FILE, OPTIMIZER
 from mntrain.checkpoint.partner_copies import partner_nodes
 from mntrain.recorder.launch_notes import VARIABLE, LaunchNotes
 from mntrain.run import local_saving
@@ -123,46 +123,6 @@ def steps_of(folder):
     return [path.parent.name for path in slices_of(folder, COMM.rank)]
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [
-        pytest.param(0, marks=pytest.mark.exhaustive),
-        1,
-        pytest.param(2, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_what_nodes_that_are_left_hold_is_whole_if_no_partners_were_lost(folder, stage, capfd):
-    """The run then has the losses of one that nobody has disturbed."""
-    with running(folder / "whole", stage=stage) as run:
-        losses = run.train(LAST)
-        run.checkpoints.save(LAST, now=True)
-    assert not list((folder / "whole" / "local").iterdir())  # after a clean end
-    place, kept = folder / "lossy", folder / "kept"
-    with running(place, stage=stage, killed=True) as run:
-        run.train(3)
-        run.checkpoints.save(3, now=True)
-        run.train(6)
-        state = run.state()
-        run.train(7)
-    once(os.rename, place, kept)
-    partners = partner_nodes([""] * RANKS)
-    for lost in ((0,), (RANKS - 1, partners[RANKS - 1])):
-        once(shutil.copytree, kept, place)
-        once(lose, place, lost)
-        capfd.readouterr()
-        whole = not any(partners[node] in lost for node in lost)
-        with running(place, stage=stage, killed=True) as run:
-            assert run.done == (6 if whole else 3), lost
-            if whole:
-                assert_state(run, state)
-            for step, loss in run.train(LAST).items():
-                assert loss == losses[step]
-        if COMM.rank == 0:
-            source = "step 6 in the nodes' memory, " if whole else "the run's checkpoint of step 3"
-            assert f"restored {source}" in capfd.readouterr().out
-        once(shutil.rmtree, place)
-
-
 def test_damaged_slices_are_taken_from_the_copy(folder, capfd):
     def damage(node):
         path = slices_of(folder, node)[0]
@@ -210,30 +170,6 @@ def test_a_restart_without_room_is_one_error_that_leaves_the_whole_step(folder, 
     meet()
     assert steps_of(folder) == ["step-00000004"]  # what is not taken has made room
     monkeypatch.undo()
-    with running(folder, killed=True) as run:
-        assert run.done == 4
-        assert_state(run, state)
-
-
-def test_a_restored_step_leaves_room_for_the_next_and_survives_the_loss_of_a_node(folder):
-    """A node keeps its part and its partner's, so each part is on two nodes."""
-
-    def content(node, name):
-        return torch.tensor(list(slices_of(folder, node, name)[0].read_bytes()))
-
-    with running(folder, killed=True) as run:
-        run.train(4)
-        state = run.state()
-    once(lose, folder, [0])
-    with running(folder, killed=True) as run:
-        assert run.done == 4
-        meet()
-        for name in (MODEL, OPTIMIZER):
-            nodes = torch.stack([content(node, name) for node in range(RANKS)])
-            whole = nodes.amax(0)
-            assert ((nodes == whole) | (nodes == 0)).all()
-            assert (nodes != 0).sum() == 2 * (whole != 0).sum()
-    once(lose, folder, [1])
     with running(folder, killed=True) as run:
         assert run.done == 4
         assert_state(run, state)
@@ -369,15 +305,6 @@ def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(folder, monkeypatc
         model = nn.Linear(2, 2)
         optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1)
         assert "is one that several nodes share" in words(folder / "shared")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder away")
-def test_a_folder_of_the_run_that_another_user_has_made_is_refused(folder):
-    with running(folder, killed=True) as run:
-        run.train(2)
-    once(lambda: [os.chown(path, 12345, -1) for path in (folder / "local").iterdir()])
-    with pytest.raises(AgreedError, match="belongs to the user 12345"), running(folder):
-        pass
 
 
 @contextmanager

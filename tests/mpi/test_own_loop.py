@@ -14,7 +14,6 @@ import pytest
 import torch
 from job import lines_of, steps_kept, summary_of
 from mpi4py import MPI
-from pages import Page
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
@@ -54,20 +53,16 @@ def cosine(optimizer):
     return lr_scheduler.CosineAnnealingLR(optimizer, 8)  # computes a rate from the last one
 
 
-def one_cycle(optimizer):
-    return lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=STEPS)
-
-
 class Loop:
     """A user's own loop of `STEPS` steps. Leaves it after `stop_after`, without a word."""
 
-    def __init__(self, world, run_dir, *, stage=0, schedule=cosine, sync=None, **options):
+    def __init__(self, world, run_dir, *, stage=0, sync=None, **options):
         torch.manual_seed(world.rank)
         self.world = world
         self.model = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)).double()
         given = {"lr": 0.05, "stage": stage, "sync": sync}
         self.optimizer = world.optimizer(self.model, torch.optim.AdamW, **given)
-        self.scheduler = schedule(self.optimizer)
+        self.scheduler = cosine(self.optimizer)
         given = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
         self.checkpoints = world.checkpoints(run_dir, **given, **{"every": 2, **options})
         self.metrics = world.metrics(run_dir)
@@ -117,24 +112,13 @@ def column(run_dir, name):
     return [line[name] for line in lines_of(run_dir)]
 
 
-@pytest.mark.parametrize("schedule", [cosine, pytest.param(one_cycle, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize(
-    "stages",
-    [
-        (0, 2),
-        pytest.param((2, 1), marks=pytest.mark.thorough),
-        pytest.param((1, 0), marks=pytest.mark.thorough),
-    ],
-)
-def test_a_loop_resumed_on_other_ranks_at_another_stage_has_the_same_losses(
-    folder, stages, schedule
-):
+def test_a_loop_resumed_on_other_ranks_at_another_stage_has_the_same_losses(folder):
     with first_ranks(1) as comm:
-        train(folder / "whole", comm=comm, schedule=schedule, every=0)
-    train(folder / "parts", stage=stages[0], schedule=schedule, stop_after=5)
+        train(folder / "whole", comm=comm, every=0)
+    train(folder / "parts", stop_after=5)
     assert steps_kept(folder / "parts") == [4, 2]  # step 5 is taken again
     with first_ranks(RANKS - 1) as comm:
-        train(folder / "parts", comm=comm, stage=stages[1], schedule=schedule)
+        train(folder / "parts", comm=comm, stage=2)
     for name in ("loss", "lr"):
         expected = column(folder / "whole", name)
         assert column(folder / "parts", name) == pytest.approx(expected, rel=1e-9)
@@ -163,7 +147,7 @@ def test_a_closed_world_has_removed_old_checkpoints(folder, monkeypatch):
     "number",
     [
         signal.SIGTERM,
-        pytest.param(signal.SIGUSR1, marks=pytest.mark.thorough),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.exhaustive),
         pytest.param(signal.SIGINT, marks=pytest.mark.thorough),
     ],
 )
@@ -376,32 +360,6 @@ def test_metrics_are_exact_means_by_weight(folder):
     assert found["world"]["size"] == len(found["ranks"]) == RANKS
 
 
-def test_a_line_has_the_times_and_the_memory_of_each_rank_on_request(folder, monkeypatch):
-    monkeypatch.setattr("mntrain.run.metrics_log.memory_now", lambda device: 1000 + RANK)
-    ranks = list(map(str, range(RANKS)))
-    with world_of() as world, world.metrics(folder, per_rank=True) as log:
-        said = refusal(partial(log.log, 1, rank_memory=1.0))
-        assert "rank_memory is written by the log itself: rename it" in said
-        for step in (1, 2):
-            log.log(step, loss=float(step))
-    for line in lines_of(folder):
-        of_ranks = {name: list(line[name]) for name in line if name.startswith("rank_")}
-        assert of_ranks == dict.fromkeys(["rank_step_s", "rank_exposed", "rank_memory"], ranks)
-        assert list(line["rank_memory"].values()) == [1000.0 + rank for rank in range(RANKS)]
-        for name in ("step_s", "exposed"):
-            assert line[f"rank_{name}"]["0"] == line[name]
-
-
-@pytest.mark.thorough
-def test_a_loop_leaves_a_page_about_its_run(folder):
-    pytest.importorskip("matplotlib")
-    with world_of() as world, world.metrics(folder, config={"lr": 0.5}, report=True) as log:
-        log.log(1, loss=1.0)
-    page = Page((folder / "report.html").read_text())
-    assert page.problems == []
-    assert (page.after("status"), page.after("lr")) == ("completed", "0.5")
-
-
 def test_copies_that_cannot_be_written_are_refused_on_all_ranks(folder, monkeypatch):
     with world_of() as world:
         assert "report: Input should be a valid boolean, not 'yes'" in refusal(
@@ -430,7 +388,6 @@ def test_ranks_that_log_different_names_or_steps_are_told_so(folder):
         assert "rank 1 has step 4 with loss" in refusal(log.close)
 
 
-@pytest.mark.thorough
 def test_wrong_arguments_of_log_are_refused(folder):
     with world_of() as world:
         words = refusal(world.metrics, folder, config=SimpleNamespace(lr=0.1))
@@ -445,6 +402,7 @@ def test_wrong_arguments_of_log_are_refused(folder):
             ("metrics.log('one'): the step is no number", partial(log.log, "one")),
             ("loss, norm is neither a number nor", partial(log.log, 2, **wrong)),
             ("step_s is written by the log itself", partial(log.log, 2, step_s=1.0)),
+            ("rank_memory is written by the log itself", partial(log.log, 2, rank_memory=1.0)),
             (
                 "max_minutes is 'soon': give a number, or None",
                 partial(world.stop_requested, "soon"),
@@ -461,7 +419,6 @@ def test_wrong_arguments_of_log_are_refused(folder):
         assert "has step 1 already" in refusal(world.metrics(folder).log, 1, loss=1.0)
 
 
-@pytest.mark.thorough
 def test_an_agreed_error_makes_the_run_a_failed_one_and_that_of_one_rank_leaves_no_summary(folder):
     with world_of() as world:
         loop = Loop(world, folder / "run", every=1)
@@ -495,7 +452,6 @@ def test_the_line_of_a_step_is_written_before_its_checkpoint(folder):
         world.barrier()
 
 
-@pytest.mark.thorough
 def test_steps_that_cannot_be_counts_are_refused(folder):
     with world_of() as world:
         save = (loop := Loop(world, folder / "run")).checkpoints.save
@@ -588,7 +544,6 @@ def test_ranks_that_are_seeded_behind_the_optimizer_draw_unlike_masks(folder):
     assert masks == [nn.functional.dropout(torch.ones(64)).tolist() for _ in range(2)]
 
 
-@pytest.mark.thorough
 def test_a_position_is_restored_on_the_rank_that_had_it(folder, capfd):
     with world_of() as world:
         given = bare(world)
@@ -608,7 +563,6 @@ def test_a_position_is_restored_on_the_rank_that_had_it(folder, capfd):
         assert capfd.readouterr().err == (warning if RANK == 0 else "")
 
 
-@pytest.mark.thorough
 def test_a_scheduler_that_was_not_saved_is_warned_about(folder, capfd):
     for warned in (False, True):
         with world_of() as world:
@@ -623,7 +577,6 @@ def test_a_scheduler_that_was_not_saved_is_warned_about(folder, capfd):
         )
 
 
-@pytest.mark.thorough
 def test_wrong_arguments_of_checkpoints_are_refused(folder):
     with world_of() as world:
         given = bare(world)
@@ -650,7 +603,6 @@ def test_wrong_arguments_of_checkpoints_are_refused(folder):
         assert "every differs between ranks: rank 0 has 5, rank 1 has 6" in said
 
 
-@pytest.mark.thorough
 def test_a_directory_in_use_and_one_with_a_finished_run_are_refused(folder):
     with world_of() as world:
         world.metrics(folder).log(1, loss=2.0)
@@ -667,7 +619,6 @@ def test_a_directory_in_use_and_one_with_a_finished_run_are_refused(folder):
         assert "holds a run already: give another run directory" in refusal(checkpoints.restore)
 
 
-@pytest.mark.thorough
 def test_a_full_disk_ends_no_loop_and_its_end_says_what_is_lost(folder, monkeypatch, capfd):
     full = [True]
 
@@ -715,7 +666,6 @@ def test_a_save_that_fails_warns_and_the_last_one_raises(folder, capfd):
     assert ("step-00000001 was not saved: " in printed) == (RANK == 0)
 
 
-@pytest.mark.thorough
 def test_a_run_can_be_rolled_back(folder):
     with world_of() as world:
         loop = Loop(world, folder / "run", every=3)

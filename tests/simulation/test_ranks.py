@@ -15,7 +15,7 @@ RARE += ("staleness", "stage_precision", "trainer", "weight_checks", "weighted_e
 # What depends on which rank is on which node, of which tests make their own: nodes of two ranks
 # each are the least in which lanes are not the ways of leaders.
 ON_NODES = ("cost", "exchanges", "levels", "stage_cost", "staleness")
-ON_NODES += ("state_over_ranks", "weighted_exchanges", "wire")
+ON_NODES += ("weighted_exchanges", "wire")
 
 
 def suites():
