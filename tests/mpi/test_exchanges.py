@@ -596,7 +596,7 @@ class CountsByNode(torch.optim.SGD):
     def step(self, closure=None):
         super().step()
         for group in self.param_groups:
-            group["count"] += NODE + 1
+            group["count"] = group.get("count", 0) + NODE + 1
 
 
 @pytest.mark.parametrize("saved_after", [1, 2])  # within a round, and after an exchange

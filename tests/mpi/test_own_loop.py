@@ -372,6 +372,9 @@ def test_copies_that_cannot_be_written_are_refused_on_all_ranks(folder, monkeypa
         said = refusal(partial(world.metrics, folder, per_rank=RANK == 1))
         assert "per_rank" in said
         assert "give the same on all ranks" in said
+        log = world.metrics(folder, per_rank=True)
+        said = refusal(partial(log.log, 1, rank_memory=1.0))
+        assert "rank_memory is written by the log itself" in said
 
 
 def test_ranks_that_log_different_names_or_steps_are_told_so(folder):
@@ -402,7 +405,6 @@ def test_wrong_arguments_of_log_are_refused(folder):
             ("metrics.log('one'): the step is no number", partial(log.log, "one")),
             ("loss, norm is neither a number nor", partial(log.log, 2, **wrong)),
             ("step_s is written by the log itself", partial(log.log, 2, step_s=1.0)),
-            ("rank_memory is written by the log itself", partial(log.log, 2, rank_memory=1.0)),
             (
                 "max_minutes is 'soon': give a number, or None",
                 partial(world.stop_requested, "soon"),
