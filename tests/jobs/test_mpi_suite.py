@@ -15,24 +15,21 @@ SIMULATED = [
 ]
 UNDER_MPI = ("-m", "not simulated or both or processes")
 UNDER_MPI += tuple(f"--ignore={path}" for path in SIMULATED)
-# On one rank, the tests whose subject differs there. On one to three ranks together, every test in
-# every combination with --all. On four, tests that depend on which rank is on which node.
-OF_ONE = ("shared_memory",)
+# On two and three ranks together, every test in every combination with --all. On four, tests that
+# depend on which rank is on which node. One rank alone is the subject of tests/unit.
 OF_NODES = ("levels", "transports")
 AT_TWO = ("shared_memory",)
-AT_THREE = ("balance", "jobs", "soak", "transports")
+AT_THREE = ("balance", "jobs", "transports")
 # Whose subject is what an optimizer or a loader does with collectives, not how these are made; or
 # memory, processes that are forked, devices that are emulated, and long turns.
 _ABOVE = ("balance", "checkpoint", "compressed_gradients", "forked")
 _ABOVE += ("local_checkpoints", "own_loop", "report")
-_ABOVE += ("shared_memory", "soak", "timeline", "transports", "verification")
+_ABOVE += ("shared_memory", "timeline", "transports", "verification")
 ABOVE = [MPI_TESTS / f"test_{name}.py" for name in _ABOVE]
 # With --all alone: other tests show most of what they do.
-RARE = ("compressed_gradients", "forked", "report", "shared_memory", "soak", "timeline")
-RARE += ("verification",)
+RARE = ("forked", "report", "shared_memory", "timeline", "verification")
 AT_FOUR_ALONE = ("transports",)
 SUITES = {
-    1: [MPI_TESTS / f"test_{name}.py" for name in OF_ONE],
     2: [MPI_TESTS, *(f"--ignore={MPI_TESTS}/test_{name}.py" for name in AT_THREE)],
     3: [MPI_TESTS, *(f"--ignore={MPI_TESTS}/test_{name}.py" for name in AT_TWO)],
     4: [MPI_TESTS / f"test_{name}.py" for name in OF_NODES],
@@ -63,11 +60,11 @@ def test_quick_mpi_suite_passes(request):
 @pytest.mark.thorough
 @pytest.mark.timeout(960)
 def test_mpi_suite_above_the_collectives_passes(request):
-    """The most important of the other tests on three ranks."""
+    """The most important of the other tests on two ranks."""
     if request.config.getoption("--all"):
         pytest.skip("the whole suites run instead")
     others = [MPI_TESTS / f"test_{name}.py" for name in (*AT_FOUR_ALONE, *RARE)]
-    check(3, [file for file in ABOVE if file not in others])
+    check(2, [file for file in ABOVE if file not in others])
 
 
 @pytest.mark.thorough

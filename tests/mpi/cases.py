@@ -11,7 +11,6 @@ import torch
 from mpi4py import MPI
 from worlds import RANKS, Worlds
 
-from mntrain.comm import algorithms
 from mntrain.comm.shared_memory import NodeSharedMemory
 from mntrain.comm.ticket import AlgorithmChoice
 
@@ -218,49 +217,6 @@ def run(world, several):
     for case in several:
         case.check()
     check_bits(world, [case.tensor for case in several if case.everywhere])
-
-
-class Drawn:
-    """A random collective with a known result. `common` draws the same on all ranks."""
-
-    def __init__(self, common, world, sizes, **options):
-        self.numel, self.dtype = common.choice(sizes), common.choice(list(UNIT))
-        self.verb, self.root = common.choice(VERBS), common.randrange(RANKS)
-        inner = sorted(common.choices(range(self.numel + 1), k=RANKS - 1))
-        self.bounds = common.choice([None, [0, *inner, self.numel]])
-        # As few as one piece a lane, or a few dozens.
-        piece_bytes = max(64, self.numel * self.dtype.itemsize // common.choice([1, 4, 30]))
-        choice = AlgorithmChoice(common.choice(algorithms.names()), piece_bytes)
-        self.collectives = world.collectives.replace(choice=choice, **options)
-        self.salt = common.randrange(100)
-        self.sums = self.verb in ("all_reduce", "reduce_scatter")
-        self.about = f"{self.verb} of {self.numel} {self.dtype} by {choice}, {self.root}, {inner}"
-
-    def values(self, rank, device):
-        """Small whole numbers: sums of them are exact in every dtype."""
-        index = torch.arange(self.numel, device=device)
-        return (index * 7 + 3 * rank + self.salt) % 11 - 5
-
-    def launch(self, tensor, **more):
-        """Write what this rank gives, and start."""
-        if self.verb == "all_gather":
-            own = shard(self.collectives, self.numel, self.bounds)
-            tensor[own] = self.values(0, tensor.device)[own].to(self.dtype)
-        elif self.verb != "broadcast" or self.root == RANK:
-            tensor.copy_(self.values(RANK, tensor.device))
-        given = {"broadcast": [self.root], "all_reduce": []}.get(self.verb, [self.bounds])
-        return getattr(self.collectives, self.verb)(tensor, *given, **more)
-
-    def right(self, tensor):
-        """Return whether this rank has its result, as one element on the tensor's device."""
-        if self.sums:
-            expected = sum(self.values(rank, tensor.device) for rank in range(RANKS))
-        else:
-            expected = self.values(self.root if self.verb == "broadcast" else 0, tensor.device)
-        mine = slice(None)
-        if self.verb == "reduce_scatter":
-            mine = shard(self.collectives, self.numel, self.bounds)
-        return (tensor[mine].double() == expected[mine].double()).all()
 
 
 def in_order(tensors):

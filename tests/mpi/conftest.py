@@ -11,10 +11,15 @@ import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run last what keeps the memory of pending collectives, which tests of memory would find.
+    """Skip tests of this folder on a single rank, which is the subject of tests/unit.
+
+    Run last what keeps the memory of pending collectives, which tests of memory would find.
 
     A world that was abandoned, or whose ranks disagreed, keeps it for the life of its process.
     """
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.mpi(min_size=2))
     items.sort(key=lambda item: item.path.stem in ("test_abandon", "test_disagreement"))
 
 

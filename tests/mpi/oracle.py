@@ -115,7 +115,7 @@ modes = pytest.mark.parametrize(
         pytest.param(
             {"stage": stage, "partition": partition},
             id=f"{stage}-{partition}",
-            marks=[] if (stage, partition) in QUICK_STAGES else [pytest.mark.thorough],
+            marks=[] if (stage, partition) in QUICK_STAGES else [pytest.mark.exhaustive],
         )
         for stage, partition in STAGES
     ],

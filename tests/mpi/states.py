@@ -1,49 +1,25 @@
-"""Training on worlds of some of the ranks, and its state, whole, to compare."""
+"""Training, and its state, whole, to compare."""
 
 import copy
 from itertools import chain, groupby
 
 import torch
 from mpi4py import MPI
-from oracle import SHARED, STAGES, loss_of, mine, samples, update
+from oracle import STAGES, loss_of, mine, samples, update
 from torch import nn
 from worlds import RANKS
 
-import mntrain
 from zero.collectives import gather_objects
 
 SIZES = range(1, RANKS + 1)
 
 
-class SubWorlds:
-    """Worlds of the first ranks, each made once and kept."""
+class NumberOfRank(torch.optim.SGD):
+    """Keeps something else on every rank, under a key that is no parameter."""
 
-    def __init__(self):
-        self._made = {}
-        self._comms = {}
-
-    def __call__(self, size=RANKS, algorithm="lanes", bucket_mb=SHARED):
-        """Return the world of ranks 0 to size - 1; None on the others. Collective over all."""
-        if size not in self._comms:
-            color = 0 if size > MPI.COMM_WORLD.rank else MPI.UNDEFINED
-            self._comms[size] = MPI.COMM_WORLD.Split(color)
-        key = size, algorithm, bucket_mb
-        if MPI.COMM_WORLD.rank < size and key not in self._made:
-            self._made[key] = mntrain.init(
-                self._comms[size],
-                algorithm=algorithm,
-                ranks_per_node=min(size, 2),
-                bucket_mb=bucket_mb,
-                device="cpu",
-            )
-        return self._made.get(key)
-
-    def close(self):
-        for world in self._made.values():
-            world.close()
-        for comm in self._comms.values():
-            if comm != MPI.COMM_NULL:
-                comm.Free()
+    def step(self, closure=None):
+        super().step()
+        self.state["rank"] = {"number": MPI.COMM_WORLD.rank}
 
 
 def train(world, model, optimizer, steps):

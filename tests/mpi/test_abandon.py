@@ -15,8 +15,6 @@ from worlds import RANKS, communication_threads, make_world
 
 import mntrain
 
-pytestmark = [pytest.mark.mpi(min_size=2)]
-
 COMM = MPI.COMM_WORLD
 LAST = RANKS - 1
 STEPS = 3

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from collections import defaultdict
 from contextlib import nullcontext
 
 import pytest
@@ -30,7 +29,7 @@ from mntrain.errors import AgreedError
 from mntrain.sync import LocalSGD
 from zero import comparison
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 RANK = MPI.COMM_WORLD.rank
 LAST = RANKS - 1
@@ -208,7 +207,6 @@ ALONE = {
 def test_what_one_rank_alone_changes_is_named(make, stage, name):
     act, words = ALONE[name]
     model = net()
-    model[0].weight.requires_grad_(name != "frozen weights")
     optimizer = make(model, SGD, stage=stage)
     for step in range(2):
         update(optimizer, loss(model, step))
@@ -277,25 +275,6 @@ def test_buffers_are_rank_0s_after_a_step_or_a_skipped_one_in_the_state_dict_or_
         assert optimizer._comparison.constant == (step == 4)  # then nothing is sent
 
 
-@stages
-@pytest.mark.parametrize("reset", ["clear", "replace"])
-def test_a_state_that_is_reset_begins_anew(world, make, stage, reset):
-    model = net()
-    alone = PlainTraining(model, ADAMW)
-    optimizer = make(model, ADAMW, stage=stage)
-    for step in range(6):
-        for each in (optimizer, alone.optimizer) if step == 3 else ():
-            if reset == "clear":
-                each.state.clear()
-            else:
-                each.state = defaultdict(dict)
-        batch = samples(12, seed=step)
-        update(optimizer, loss_of(model, mine(world, batch)))
-        alone.step(loss_of(alone.model, batch))
-    optimizer.wait_for_parameters()
-    assert_parity(world, model, alone)
-
-
 @pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
 def test_an_embedding_that_changes_in_forward_is_refused(make, layer):
     model = nn.Sequential(layer(7, 4, max_norm=1.0))
@@ -350,25 +329,6 @@ def test_nodes_that_train_alone_have_gradients_of_their_own_and_one_rate(make):
     said = f"lr in group 0 {OTHER} 0.1, rank {LAST} has 0.05: "
     with pytest.raises(RuntimeError, match=said):  # in the exchange
         update(optimizer, loss(model))
-
-
-class CountsOnOneNode(torch.optim.SGD):
-    """Changes a number of its groups on one node alone."""
-
-    def step(self, closure=None):
-        super().step()
-        for group in self.param_groups:
-            group["count"] = group.get("count", 0) + ODD
-
-
-def test_a_number_that_one_node_alone_changes_is_its_own(make):
-    model = net()
-    optimizer = make(model, CountsOnOneNode, lr=0.1, sync=LocalSGD(every=2), overlap_forward=False)
-    optimizer.param_groups[0]["count"] = 0
-    for step in range(6):
-        update(optimizer, loss(model, step))
-    assert optimizer.param_groups[0]["count"] == 6 * ODD
-    assert optimizer.in_sync
 
 
 class CountsByGroup(torch.optim.Optimizer):

@@ -19,7 +19,7 @@ from torch.utils.data import ChainDataset, DataLoader, TensorDataset
 from mntrain.data.loader import Passes
 from mntrain.sync import DiLoCo, LocalSGD
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 BATCH, EPOCHS = 12, 2
 PASSES = WeakKeyDictionary()  # of one process, over loaders
@@ -75,7 +75,7 @@ def trained_alone():
     return model, batches
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.thorough), 2])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.exhaustive), 2])
 def test_a_slow_rank_gets_fewer_samples_and_the_weights_stay(world, make, stage, capfd):
     alone, whole = trained_alone()
     model = make_model()
@@ -160,59 +160,7 @@ def test_what_cannot_be_balanced_is_refused(world):
         world.shard(stream, balance=True)
 
 
-class Adversaries:
-    """A generator and a discriminator, whose optimizers learn of the same batches."""
-
-    def __init__(self, optimizer_of):
-        torch.manual_seed(3)
-        self.generator, self.judge = nn.Linear(7, 1).double(), nn.Linear(1, 1).double()
-        self._of_generator = optimizer_of(self.generator)
-        self._of_judge = optimizer_of(self.judge)
-
-    def train(self, batches, cost=0.0):
-        """Take a step of the discriminator for each batch, and one of the generator every second.
-
-        Noise is a column of the data, so that it does not depend on the rank. Return sizes.
-        """
-        sizes = []
-        for number, batch in enumerate(batches):
-            noise, real = (column.double() for column in batch)
-            time.sleep(cost * len(noise))
-            fake = self.generator(noise)
-            for samples, sign in ((real, -1.0), (fake.detach(), 1.0)):
-                with contextlib.nullcontext() if sign > 0 else self._accumulation():
-                    nn.functional.softplus(sign * self.judge(samples)).mean().backward()
-            self._step(self._of_judge)
-            if number % 2:
-                nn.functional.softplus(-self.judge(fake)).mean().backward()
-                self._step(self._of_generator)
-            sizes.append(len(noise))
-        return sizes
-
-    def _accumulation(self):
-        return getattr(self._of_judge, "no_sync", contextlib.nullcontext)()
-
-    def _step(self, optimizer):
-        optimizer.step()
-        for each in (self._of_generator, self._of_judge):
-            each.zero_grad()
-
-
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.thorough)])
-def test_several_optimizers_weigh_the_same_parts(world, make, stage):
-    reference = make_loader()
-    alone = Adversaries(lambda model: torch.optim.SGD(model.parameters(), lr=0.2))
-    for _ in range(EPOCHS):
-        alone.train(ordered(reference))
-    ours = Adversaries(lambda model: make(model, torch.optim.SGD, lr=0.2, stage=stage))
-    batches = world.shard(make_loader(), balance=True)
-    sizes = [n for _ in range(EPOCHS) for n in ours.train(batches, cost_of(world))]
-    expect_few_on_the_last_rank(world, sizes[-1])
-    for model, other in ((ours.judge, alone.judge), (ours.generator, alone.generator)):
-        assert_close(model, other, 1e-9)
-
-
-@pytest.mark.parametrize("second", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("second", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_two_loaders_at_a_time_need_stated_weights(world, make, second):
     """Otherwise ranks whose parts happen to be equal would go on, and others fail."""
     reference, other = make_loader(), make_loader()

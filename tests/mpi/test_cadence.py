@@ -31,7 +31,7 @@ from mntrain.options.config import (
 from mntrain.tasks import Loss, Task
 from mntrain.train.trainer import Trainer
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 SAMPLES, MICRO, STEPS, LR, SEED = 391, 2, 24, 0.05, 7  # epochs end with a part of a step
 TOLERANCE = 1e-12  # in fp64
@@ -161,7 +161,6 @@ def expect_order(world, sizes):
     return by_rank
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("stage", "layout"), [(1, 2), (0, None), (1, None), (2, None), (0, 2), (2, 2)]
 )
@@ -184,10 +183,10 @@ def test_weights_are_those_of_one_process_on_the_same_batches(speeds, folder, st
 
 @pytest.mark.parametrize(
     "before",
-    [RANKS, pytest.param(1, marks=pytest.mark.thorough)],
+    [RANKS, 1],
 )
 def test_a_run_goes_on_in_the_middle_of_a_plan_on_other_ranks(speeds, folder, before):
-    after = max(1, RANKS - 1) if before == RANKS else RANKS
+    after = RANKS - 1 if before == RANKS else RANKS
     first = config_of(folder, stage=1, stop_after=14)
     with first_ranks(before) as comm:
         if comm is not None:

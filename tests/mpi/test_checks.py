@@ -13,8 +13,6 @@ from mntrain.comm import mpi
 from mntrain.comm.links import matchings, measure
 from mntrain.errors import AgreedError
 
-pytestmark = pytest.mark.mpi(min_size=2)
-
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
 LAST = SIZE - 1
@@ -75,14 +73,3 @@ def test_the_doctor_reports_once_and_leaves_no_file(words, tmp_path, capfd):
     else:
         assert "fit to train" in output
         assert "run directory" in output
-
-
-def test_the_doctor_is_not_content_with_different_versions(monkeypatch, capfd):
-    if RANK == LAST:
-        monkeypatch.setattr(torch, "__version__", "0.0")
-    assert main(["doctor", "--json"]) == 1
-    output = capfd.readouterr().out
-    if RANK == 0:
-        report = json.loads(output)
-        assert report["status"] == "fail"
-        assert "torch differs between ranks" in report["checks"][0]["text"]

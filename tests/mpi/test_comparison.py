@@ -18,7 +18,7 @@ from mntrain.options.config import Config
 from mntrain.tasks import Task
 
 CALLS = itertools.count(os.getpid())
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 
 @pytest.fixture(scope="module")

@@ -26,10 +26,7 @@ from zero.comm_hooks.codes import BlockCode
 from zero.comm_hooks.ddp import DDPHook
 from zero.layout import ParameterSpec, lay_out
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.skipif(RANKS == 1, reason="needs two nodes"),
-]
+pytestmark = pytest.mark.simulated
 
 # Ranks alone on their nodes, nodes of two (the last may have one), and nodes of unequal size.
 LAYOUTS = [1, *([2] if RANKS > 2 else []), *DEALT]
@@ -304,6 +301,7 @@ def test_a_ddp_hook_without_a_process_group_is_refused(world):
     assert "has not been initialized, please make sure to call init_process_group" in said
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("group")
 def test_a_process_group_of_another_size_is_refused():
     alone, *_ = [dist.new_group([rank]) for rank in range(RANKS)]
@@ -312,6 +310,7 @@ def test_a_process_group_of_another_size_is_refused():
             DDPHook(alone, default_hooks.allreduce_hook).bind(RANKS, None, scheduled=False)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize(
     ("theirs", "ours"),
@@ -329,6 +328,7 @@ def test_torchs_hooks_give_what_our_own_give(worlds, group, theirs, ours, stage)
         torch.testing.assert_close(weights, expected, rtol=0.0, atol=1e-2 if ours else 1e-6)
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("group")
 def test_torchs_powersgd_trains(worlds):
     state = powerSGD_hook.PowerSGDState(

@@ -16,7 +16,7 @@ from mntrain.comm.ticket import AlgorithmChoice
 from mntrain.train.plan.traffic import collective
 from zero.layout import ParameterSpec, lay_out
 
-pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 ITEM = 4  # bytes of an fp32 element
 PIECE = AlgorithmChoice("lanes").chunk_bytes

@@ -9,7 +9,7 @@ from oracle import SGD, PlainTraining, assert_parity, init, loss_of, mine, modes
 
 from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo
 
-pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 
 def train(world, model, optimizer, alone, seeds):
@@ -50,7 +50,6 @@ def test_an_own_loop_trains_saves_and_restores(mode, folder):
             torch.testing.assert_close(state["state"][index]["momentum_buffer"], expected)
 
 
-@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("sync", [LocalSGD, DiLoCo, SparseLoCo])
 def test_an_exchange_between_nodes_has_the_bits_that_it_has_without(worlds, sync):
     world = worlds(layout=1)

@@ -15,7 +15,7 @@ from worlds import RANKS, VIRTUAL, make_world, refusal
 from mntrain.comm import engine, world_collectives
 from mntrain.errors import AgreedError
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 COMM = MPI.COMM_WORLD
 RANK, LAST = COMM.rank, RANKS - 1

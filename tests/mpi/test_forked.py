@@ -16,7 +16,6 @@ from worlds import RANKS, make_world
 from mntrain.comm import forked
 
 pytestmark = [
-    pytest.mark.mpi(min_size=2),
     # Of newer Pythons at a fork beside threads.
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]

@@ -3,19 +3,16 @@
 import copy
 import io
 from collections import defaultdict
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from handmade import Keeping, Listed
-from mpi4py import MPI
 from oracle import assert_close, mine, update
+from states import NumberOfRank, gather_slices
 from torch import nn
 
-pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
-
-RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+pytestmark = pytest.mark.simulated
 
 
 class Eager(torch.optim.Optimizer):
@@ -141,30 +138,21 @@ def test_a_part_of_the_state_is_not_pickled(world, make, stage):
     optimizer.step()
     state = copy.deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(state)
-    if SIZE > 1:
-        with pytest.raises(RuntimeError, match=r"full_state_dict\(\).*world\.checkpoints"):
-            torch.save(state, io.BytesIO())
+    with pytest.raises(RuntimeError, match=r"full_state_dict\(\).*world\.checkpoints"):
+        torch.save(state, io.BytesIO())
     file = io.BytesIO()
     torch.save({**state, "slices": list(state["slices"])}, file)
     file.seek(0)
     optimizer.load_state_dict(torch.load(file))
 
 
-class NumberOfRank(torch.optim.SGD):
-    """Keeps something else on every rank, under a key that is no parameter."""
-
-    def step(self, closure=None):
-        self.state["rank"] = {"number": RANK}
-        super().step()
-
-
 @pytest.mark.parametrize("stage", [1, 2])
 def test_state_of_no_parameter_that_differs_by_rank_is_not_whole(world, make, stage):
     model = TiedAndStrided()
-    optimizer = make(model, partial(NumberOfRank, lr=0.1), stage=stage)
+    optimizer = make(model, NumberOfRank, stage=stage)
     update(optimizer, loss_of(model, *mine(world, batch(0, torch.float32))))
     differs = pytest.raises(RuntimeError, match="has rank/number under a key that is no parameter")
-    with differs if SIZE > 1 else nullcontext():
+    with differs:
         optimizer.full_state_dict()
 
 
@@ -199,7 +187,11 @@ def load_changed(optimizer):
     optimizer.load_state_dict(state)
 
 
-CHANGES = [damp_values, damp_by_key, replace_by_key, replace_all, load_changed]
+def clear(optimizer):
+    optimizer.state.clear()
+
+
+CHANGES = [damp_values, damp_by_key, replace_by_key, replace_all, load_changed, clear]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -216,3 +208,18 @@ def test_changes_of_all_state_are_those_of_plain_torch(world, make, stage, parti
             change(ours)
             change(alone)
     assert_close(model, oracle)
+
+
+def test_a_group_that_was_added_is_gathered_with_the_others(world, make):
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    model[0].requires_grad_(False)
+    optimizer = make(model, OPTIMIZERS["Adam"], stage=2)
+    x = torch.ones(2, 5)
+    update(optimizer, model(x).sum())
+    model[0].requires_grad_(True)
+    added = [(f"0.{name}", p) for name, p in model[0].named_parameters()]
+    optimizer.add_param_group({"params": added, "lr": 0.5})
+    update(optimizer, model(x).sum())
+    counts = {piece.name: int(piece.others["step"]) for piece in gather_slices(optimizer)}
+    expected = {n: 1 if n[0] == "0" else 2 for n, _ in model.named_parameters()}
+    assert counts == (expected if world.master else {})

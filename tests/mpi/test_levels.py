@@ -10,7 +10,6 @@ from worlds import RANKS, VIRTUAL, make_world
 from mntrain.comm import chunk_plan
 
 pytestmark = [
-    pytest.mark.mpi,
     pytest.mark.simulated,
     pytest.mark.skipif(RANKS not in (4, 8), reason="fewer nodes have one level"),
 ]

@@ -8,8 +8,6 @@ from worlds import BUT_LAST, RANKS, communication_threads, make_world, refusal
 import mntrain
 from mntrain.comm import mpi
 
-pytestmark = pytest.mark.mpi(min_size=2)
-
 COMM = MPI.COMM_WORLD
 LAST = RANKS - 1
 
@@ -32,11 +30,6 @@ def test_a_bad_argument_is_refused_by_all_ranks(name, value, words):
         assert world.sum([1.0]) == [RANKS]
     with pytest.raises(TypeError, match="unexpected argument 'algorithms'"):
         mntrain.init(algorithms="lanes")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_cuda_where_there_is_none_is_refused():
-    assert refusal(mntrain.init, device="cuda").startswith("device cuda was requested, but torch")
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,6 @@ from mntrain.checkpoint.partner_copies import partner_nodes
 from mntrain.recorder.launch_notes import VARIABLE, LaunchNotes
 from mntrain.run import local_saving
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(RANKS == 1, reason="needs several nodes")]
-
 COMM = MPI.COMM_WORLD
 LAST = 8
 
@@ -123,46 +121,6 @@ def slices_of(folder, node, name=OPTIMIZER):
 def steps_of(folder):
     """The names of the steps on this rank's node, the newest first."""
     return [path.parent.name for path in slices_of(folder, COMM.rank)]
-
-
-@pytest.mark.parametrize(
-    "stage",
-    [
-        pytest.param(0, marks=pytest.mark.exhaustive),
-        1,
-        pytest.param(2, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_what_nodes_that_are_left_hold_is_whole_if_no_partners_were_lost(folder, stage, capfd):
-    """The run then has the losses of one that nobody has disturbed."""
-    with running(folder / "whole", stage=stage) as run:
-        losses = run.train(LAST)
-        run.checkpoints.save(LAST, now=True)
-    assert not list((folder / "whole" / "local").iterdir())  # after a clean end
-    place, kept = folder / "lossy", folder / "kept"
-    with running(place, stage=stage, killed=True) as run:
-        run.train(3)
-        run.checkpoints.save(3, now=True)
-        run.train(6)
-        state = run.state()
-        run.train(7)
-    once(os.rename, place, kept)
-    partners = partner_nodes([""] * RANKS)
-    for lost in ((0,), (RANKS - 1, partners[RANKS - 1])):
-        once(shutil.copytree, kept, place)
-        once(lose, place, lost)
-        capfd.readouterr()
-        whole = not any(partners[node] in lost for node in lost)
-        with running(place, stage=stage, killed=True) as run:
-            assert run.done == (6 if whole else 3), lost
-            if whole:
-                assert_state(run, state)
-            for step, loss in run.train(LAST).items():
-                assert loss == losses[step]
-        if COMM.rank == 0:
-            source = "step 6 in the nodes' memory, " if whole else "the run's checkpoint of step 3"
-            assert f"restored {source}" in capfd.readouterr().out
-        once(shutil.rmtree, place)
 
 
 def test_damaged_slices_are_taken_from_the_copy(folder, capfd):
@@ -360,15 +318,6 @@ def test_a_folder_that_cannot_be_used_is_refused_on_all_ranks(folder, monkeypatc
         model = nn.Linear(2, 2)
         optimizer = world.optimizer(model, torch.optim.SGD, lr=0.1)
         assert "is one that several nodes share" in words(folder / "shared")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder away")
-def test_a_folder_of_the_run_that_another_user_has_made_is_refused(folder):
-    with running(folder, killed=True) as run:
-        run.train(2)
-    once(lambda: [os.chown(path, 12345, -1) for path in (folder / "local").iterdir()])
-    with pytest.raises(AgreedError, match="belongs to the user 12345"), running(folder):
-        pass
 
 
 @contextmanager

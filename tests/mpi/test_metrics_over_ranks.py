@@ -25,7 +25,6 @@ from mntrain.train.step_means import StepMeans
 from zero.step_message import StepMessage
 
 pytestmark = [
-    pytest.mark.mpi,
     pytest.mark.simulated,
     # of the references
     pytest.mark.filterwarnings("ignore:.* computes over the samples that this rank:UserWarning"),
@@ -80,9 +79,7 @@ def collection():
 
 
 METRICS = {
-    "accuracy": (lambda: MulticlassAccuracy(3, average="micro"), of_classes),
     "auroc": (BinaryAUROC, lambda m, x, y: m.update(x[:, 0].sigmoid(), (y > 0).long())),
-    "mean": (MeanMetric, lambda m, x, _: m.update(x[:, 0], weight=x[:, 1].abs())),
     "collection": (collection, of_classes),
     "entries": (CatMetric, of_entries),
     "lists": (Lists, of_classes),
@@ -140,7 +137,6 @@ def test_forward_gives_the_value_of_this_ranks_batch(world):
     assert float(each.compute()) == (RANKS - 1) / 2
 
 
-@pytest.mark.mpi(min_size=2)
 def test_what_cannot_be_gathered_is_refused(world):
     with pytest.raises(ValueError, match="type float: give a torchmetrics Metric"):
         world.metric(1.0)
@@ -188,8 +184,7 @@ def test_an_evaluation_within_an_epoch_is_the_pass_that_counts(world):
     for batch in training:
         with torch.no_grad():
             outputs = [x for (x,) in world.shard(DataLoader(TensorDataset(data), batch_size=9))]
-        if RANKS > 1:
-            assert torch.equal(world.gather_in_order(outputs), data)
+        assert torch.equal(world.gather_in_order(outputs), data)
         assert len(batch) == 2
 
 
@@ -225,13 +220,12 @@ def test_predictions_that_are_not_of_the_pass_are_refused(world):
         said = refusal(world.gather_in_order, wrong)
         assert f"the predictions ({words}) are not those of the last pass" in said
         assert "this rank had 4 samples in 2 batches, 0 of them stand-ins" in said
-    if RANKS > 1:
-        some = iter(world.shard(loader))
-        outputs = [next(some)[0] for _ in range(1 + (RANK == 0))]
-        assert "predictions of other batches" in refusal(world.gather_in_order, outputs)
-        one = TensorDataset(torch.arange(1.0))
-        padded = [x for (x,) in world.shard(DataLoader(one), train=True)]
-        assert "1 of them stand-ins" in refusal(world.gather_in_order, torch.cat(padded))
+    some = iter(world.shard(loader))
+    outputs = [next(some)[0] for _ in range(1 + (RANK == 0))]
+    assert "predictions of other batches" in refusal(world.gather_in_order, outputs)
+    one = TensorDataset(torch.arange(1.0))
+    padded = [x for (x,) in world.shard(DataLoader(one), train=True)]
+    assert "1 of them stand-ins" in refusal(world.gather_in_order, torch.cat(padded))
 
 
 def test_rank_0_of_several_warns_of_metrics_of_its_samples(monkeypatch):
@@ -245,7 +239,7 @@ def test_rank_0_of_several_warns_of_metrics_of_its_samples(monkeypatch):
     with mntrain.init(device="cpu") as world:
         for _ in range(3):
             world.shard([torch.ones(2)])
-        assert warning == ([0, 0] if RANK == 0 and RANKS > 1 else [])
+        assert warning == ([0, 0] if RANK == 0 else [])
 
 
 # Means of a job's steps.
@@ -319,23 +313,14 @@ def test_a_metric_that_ranks_reduce_in_two_ways_is_refused_on_all(world):
     means = StepMeans(RANK)
     metric = Sum(1.0) if RANK == RANKS - 1 else Max(1.0)
     means.add(1, {"loss": torch.tensor(2.0), "odd": metric})
-    if RANKS == 1:
-        means.reduce(world.collectives, "in step 1")
-        means.add(1, {"loss": torch.tensor(2.0), "odd": Max(1.0)})
     with pytest.raises(TrainingStoppedError, match=r"the metric odd is a .*, and was a "):
         means.reduce(world.collectives, "in step 2")
-
-
-def test_the_ranks_of_a_loss_that_is_not_finite_are_named(world):
-    means = StepMeans(RANK)
-    means.add(1, {"loss": torch.tensor(math.nan if RANK == RANKS - 1 else 1.0)})
-    assert means.reduce(world.collectives, "in step 1").nonfinite == f"nan on rank {RANKS - 1}"
 
 
 def test_a_group_without_items_has_no_loss_and_others_name_their_ranks_in_the_world():
     with mntrain.init(device="cpu", ranks_per_node=1) as world:
         means = StepMeans(RANK)
-        if RANK == 0 or RANKS == 1:
+        if RANK == 0:
             means.add(1, {"loss": torch.tensor(math.nan)})
         message = StepMessage()
         means.put(message, (RANK,))

@@ -14,7 +14,6 @@ import pytest
 import torch
 from job import lines_of, steps_kept, summary_of
 from mpi4py import MPI
-from pages import Page
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
@@ -29,7 +28,7 @@ from mntrain.run import lock
 from mntrain.sync import DiLoCo
 from zero.step_message import StepMessage
 
-pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 COMM = MPI.COMM_WORLD
 RANK = COMM.rank
@@ -54,20 +53,16 @@ def cosine(optimizer):
     return lr_scheduler.CosineAnnealingLR(optimizer, 8)  # computes a rate from the last one
 
 
-def one_cycle(optimizer):
-    return lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=STEPS)
-
-
 class Loop:
     """A user's own loop of `STEPS` steps. Leaves it after `stop_after`, without a word."""
 
-    def __init__(self, world, run_dir, *, stage=0, schedule=cosine, sync=None, **options):
+    def __init__(self, world, run_dir, *, stage=0, sync=None, **options):
         torch.manual_seed(world.rank)
         self.world = world
         self.model = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)).double()
         given = {"lr": 0.05, "stage": stage, "sync": sync}
         self.optimizer = world.optimizer(self.model, torch.optim.AdamW, **given)
-        self.scheduler = schedule(self.optimizer)
+        self.scheduler = cosine(self.optimizer)
         given = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
         self.checkpoints = world.checkpoints(run_dir, **given, **{"every": 2, **options})
         self.metrics = world.metrics(run_dir)
@@ -117,24 +112,13 @@ def column(run_dir, name):
     return [line[name] for line in lines_of(run_dir)]
 
 
-@pytest.mark.parametrize("schedule", [cosine, pytest.param(one_cycle, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize(
-    "stages",
-    [
-        (0, 2),
-        pytest.param((2, 1), marks=pytest.mark.thorough),
-        pytest.param((1, 0), marks=pytest.mark.thorough),
-    ],
-)
-def test_a_loop_resumed_on_other_ranks_at_another_stage_has_the_same_losses(
-    folder, stages, schedule
-):
+def test_a_loop_resumed_on_other_ranks_at_another_stage_has_the_same_losses(folder):
     with first_ranks(1) as comm:
-        train(folder / "whole", comm=comm, schedule=schedule, every=0)
-    train(folder / "parts", stage=stages[0], schedule=schedule, stop_after=5)
+        train(folder / "whole", comm=comm, every=0)
+    train(folder / "parts", stop_after=5)
     assert steps_kept(folder / "parts") == [4, 2]  # step 5 is taken again
-    with first_ranks(max(1, RANKS - 1)) as comm:
-        train(folder / "parts", comm=comm, stage=stages[1], schedule=schedule)
+    with first_ranks(RANKS - 1) as comm:
+        train(folder / "parts", comm=comm, stage=2)
     for name in ("loss", "lr"):
         expected = column(folder / "whole", name)
         assert column(folder / "parts", name) == pytest.approx(expected, rel=1e-9)
@@ -163,7 +147,7 @@ def test_a_closed_world_has_removed_old_checkpoints(folder, monkeypatch):
     "number",
     [
         signal.SIGTERM,
-        pytest.param(signal.SIGUSR1, marks=pytest.mark.thorough),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.exhaustive),
         pytest.param(signal.SIGINT, marks=pytest.mark.thorough),
     ],
 )
@@ -239,7 +223,6 @@ def test_nothing_is_written_to_a_folder_in_the_place_of_the_run_directory(folder
     assert [line["step"] for line in lines_of(folder / "there")] == [1]
 
 
-@pytest.mark.mpi(min_size=2)
 def test_no_rank_waits_for_another(folder):
     with looping(folder / "run", every="10min") as loop:
         world = loop.world
@@ -275,7 +258,6 @@ def test_metrics_flags_of_saves_and_requests_travel_in_the_message_of_the_gradie
     assert column(folder / "run", "step") == list(range(1, 7))
 
 
-@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("bound", [0, 1])
 def test_nothing_of_a_loop_crosses_nodes_between_two_exchanges(folder, monkeypatch, bound):
     sync, own = DiLoCo(every=3, warmup=1, max_staleness=bound), []
@@ -320,7 +302,6 @@ def test_nothing_of_a_loop_crosses_nodes_between_two_exchanges(folder, monkeypat
         assert summary_of(folder / "run")["status"] == "preempted"
 
 
-@pytest.mark.mpi(min_size=2)
 def test_a_loop_that_takes_no_steps_within_a_round_hears_of_requests(folder):
     with mntrain.init(COMM, device="cpu", ranks_per_node=1) as world:
         loop = Loop(world, folder / "run", sync=DiLoCo(every=100), every="100min")
@@ -339,7 +320,6 @@ def test_a_loop_that_takes_no_steps_within_a_round_hears_of_requests(folder):
     assert column(folder / "run", "step") == [1, 2]
 
 
-@pytest.mark.mpi(min_size=2)
 def test_a_loop_that_goes_on_with_another_optimizer_hears_of_requests(folder):
     with mntrain.init(COMM, device="cpu", ranks_per_node=1) as world:
         loop = Loop(world, folder / "run", sync=DiLoCo(every=100))
@@ -380,32 +360,6 @@ def test_metrics_are_exact_means_by_weight(folder):
     assert found["world"]["size"] == len(found["ranks"]) == RANKS
 
 
-def test_a_line_has_the_times_and_the_memory_of_each_rank_on_request(folder, monkeypatch):
-    monkeypatch.setattr("mntrain.run.metrics_log.memory_now", lambda device: 1000 + RANK)
-    ranks = list(map(str, range(RANKS)))
-    with world_of() as world, world.metrics(folder, per_rank=True) as log:
-        said = refusal(partial(log.log, 1, rank_memory=1.0))
-        assert "rank_memory is written by the log itself: rename it" in said
-        for step in (1, 2):
-            log.log(step, loss=float(step))
-    for line in lines_of(folder):
-        of_ranks = {name: list(line[name]) for name in line if name.startswith("rank_")}
-        assert of_ranks == dict.fromkeys(["rank_step_s", "rank_exposed", "rank_memory"], ranks)
-        assert list(line["rank_memory"].values()) == [1000.0 + rank for rank in range(RANKS)]
-        for name in ("step_s", "exposed"):
-            assert line[f"rank_{name}"]["0"] == line[name]
-
-
-@pytest.mark.thorough
-def test_a_loop_leaves_a_page_about_its_run(folder):
-    pytest.importorskip("matplotlib")
-    with world_of() as world, world.metrics(folder, config={"lr": 0.5}, report=True) as log:
-        log.log(1, loss=1.0)
-    page = Page((folder / "report.html").read_text())
-    assert page.problems == []
-    assert (page.after("status"), page.after("lr")) == ("completed", "0.5")
-
-
 def test_copies_that_cannot_be_written_are_refused_on_all_ranks(folder, monkeypatch):
     with world_of() as world:
         assert "report: Input should be a valid boolean, not 'yes'" in refusal(
@@ -415,13 +369,14 @@ def test_copies_that_cannot_be_written_are_refused_on_all_ranks(folder, monkeypa
             monkeypatch.setitem(sys.modules, "wandb", None)
         said = refusal(partial(world.metrics, folder, wandb="digits"))
         assert "world.metrics(wandb=) needs the package wandb, which cannot be imported" in said
-        if RANKS > 1:
-            said = refusal(partial(world.metrics, folder, per_rank=RANK == 1))
-            assert "per_rank" in said
-            assert "give the same on all ranks" in said
+        said = refusal(partial(world.metrics, folder, per_rank=RANK == 1))
+        assert "per_rank" in said
+        assert "give the same on all ranks" in said
+        log = world.metrics(folder, per_rank=True)
+        said = refusal(partial(log.log, 1, rank_memory=1.0))
+        assert "rank_memory is written by the log itself" in said
 
 
-@pytest.mark.mpi(min_size=2)
 def test_ranks_that_log_different_names_or_steps_are_told_so(folder):
     with world_of() as world:
         log = world.metrics(folder)
@@ -436,7 +391,6 @@ def test_ranks_that_log_different_names_or_steps_are_told_so(folder):
         assert "rank 1 has step 4 with loss" in refusal(log.close)
 
 
-@pytest.mark.thorough
 def test_wrong_arguments_of_log_are_refused(folder):
     with world_of() as world:
         words = refusal(world.metrics, folder, config=SimpleNamespace(lr=0.1))
@@ -467,7 +421,6 @@ def test_wrong_arguments_of_log_are_refused(folder):
         assert "has step 1 already" in refusal(world.metrics(folder).log, 1, loss=1.0)
 
 
-@pytest.mark.thorough
 def test_an_agreed_error_makes_the_run_a_failed_one_and_that_of_one_rank_leaves_no_summary(folder):
     with world_of() as world:
         loop = Loop(world, folder / "run", every=1)
@@ -501,7 +454,6 @@ def test_the_line_of_a_step_is_written_before_its_checkpoint(folder):
         world.barrier()
 
 
-@pytest.mark.thorough
 def test_steps_that_cannot_be_counts_are_refused(folder):
     with world_of() as world:
         save = (loop := Loop(world, folder / "run")).checkpoints.save
@@ -531,9 +483,8 @@ def test_the_checkpoint_of_the_lowest_evaluation_loss_is_kept(folder):
         loop.checkpoints.save(6, now=True)
         loop.world.barrier()  # the master has removed old checkpoints
         assert steps_kept(folder / "run") == [6, 2]
-        if RANKS > 1:
-            said = refusal(loop.checkpoints.save, 7, eval_loss=float(RANK))
-            assert "eval_loss differs between ranks: rank 0 has 0.0, rank 1 has 1.0" in said
+        said = refusal(loop.checkpoints.save, 7, eval_loss=float(RANK))
+        assert "eval_loss differs between ranks: rank 0 has 0.0, rank 1 has 1.0" in said
 
 
 class Bookmark:
@@ -572,7 +523,7 @@ def test_a_loop_that_is_resumed_on_other_data_of_the_same_size_warns(folder, mon
     run(rows)
     assert said == []
     run(rows if divided and RANK < RANKS - 1 else rows.flip(0))
-    where = f" on rank {RANKS - 1}" if divided and RANKS > 1 else ""
+    where = f" on rank {RANKS - 1}" if divided else ""
     told = f"the data is not that of the checkpoint: samples of data{where} changed"
     assert said == ([told] if RANK == 0 else [])
 
@@ -595,7 +546,6 @@ def test_ranks_that_are_seeded_behind_the_optimizer_draw_unlike_masks(folder):
     assert masks == [nn.functional.dropout(torch.ones(64)).tolist() for _ in range(2)]
 
 
-@pytest.mark.thorough
 def test_a_position_is_restored_on_the_rank_that_had_it(folder, capfd):
     with world_of() as world:
         given = bare(world)
@@ -615,7 +565,6 @@ def test_a_position_is_restored_on_the_rank_that_had_it(folder, capfd):
         assert capfd.readouterr().err == (warning if RANK == 0 else "")
 
 
-@pytest.mark.thorough
 def test_a_scheduler_that_was_not_saved_is_warned_about(folder, capfd):
     for warned in (False, True):
         with world_of() as world:
@@ -630,7 +579,6 @@ def test_a_scheduler_that_was_not_saved_is_warned_about(folder, capfd):
         )
 
 
-@pytest.mark.thorough
 def test_wrong_arguments_of_checkpoints_are_refused(folder):
     with world_of() as world:
         given = bare(world)
@@ -644,22 +592,19 @@ def test_wrong_arguments_of_checkpoints_are_refused(folder):
             (torchs, "optimizer is not one that world.optimizer() has made"),
         ]:
             assert message in refusal(world.checkpoints, folder / "run", **given | options)
-        if RANKS > 1:
-            second = {"critic": world.optimizer(nn.Linear(2, 2), torch.optim.SGD, stage=1, lr=0.1)}
-            said = refusal(world.checkpoints, folder / "run", **given | second)
-            assert "save critic.full_state_dict(), which all ranks call" in said
+        second = {"critic": world.optimizer(nn.Linear(2, 2), torch.optim.SGD, stage=1, lr=0.1)}
+        said = refusal(world.checkpoints, folder / "run", **given | second)
+        assert "save critic.full_state_dict(), which all ranks call" in said
         unsaved = world.checkpoints(folder / "unsaved", **given, data=Bookmark(len))
         assert "the state has data.at, a builtin_function" in refusal(unsaved.restore)
         world.checkpoints(folder / "run", **given)
         said = refusal(world.checkpoints, folder / "run", **given)
         assert "run has checkpoints in this world already" in said
-        if RANKS > 1:
-            every = {"every": 5 + RANK}
-            said = refusal(world.checkpoints, folder / "other", **given, **every)
-            assert "every differs between ranks: rank 0 has 5, rank 1 has 6" in said
+        every = {"every": 5 + RANK}
+        said = refusal(world.checkpoints, folder / "other", **given, **every)
+        assert "every differs between ranks: rank 0 has 5, rank 1 has 6" in said
 
 
-@pytest.mark.thorough
 def test_a_directory_in_use_and_one_with_a_finished_run_are_refused(folder):
     with world_of() as world:
         world.metrics(folder).log(1, loss=2.0)
@@ -676,7 +621,6 @@ def test_a_directory_in_use_and_one_with_a_finished_run_are_refused(folder):
         assert "holds a run already: give another run directory" in refusal(checkpoints.restore)
 
 
-@pytest.mark.thorough
 def test_a_full_disk_ends_no_loop_and_its_end_says_what_is_lost(folder, monkeypatch, capfd):
     full = [True]
 
@@ -724,7 +668,6 @@ def test_a_save_that_fails_warns_and_the_last_one_raises(folder, capfd):
     assert ("step-00000001 was not saved: " in printed) == (RANK == 0)
 
 
-@pytest.mark.thorough
 def test_a_run_can_be_rolled_back(folder):
     with world_of() as world:
         loop = Loop(world, folder / "run", every=3)

@@ -28,7 +28,7 @@ from mntrain.tasks import Loss, Max, Mean, Sum, Task
 from mntrain.train.entry import exit_code
 from mntrain.train.trainer import Trainer
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 STEPS, BATCH, SAMPLES, VALID = 30, 12, 53, 21
 

@@ -1,7 +1,6 @@
 """Complex and sparse parameters, named groups, and optimizers that cannot be sharded."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -9,11 +8,11 @@ from handmade import DAdapting, Normalized
 from models import net
 from oracle import ADAMW, MAX_NORM, SGD, modes
 from torch import nn
-from worlds import BUT_LAST, RANKS, refusal
+from worlds import BUT_LAST, refusal
 
 from zero.comm_hooks import CommHook
 
-pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 
 class Waves(nn.Module):
@@ -69,15 +68,6 @@ def test_complex_gradients_are_not_rounded_to_a_wire_dtype(pair, stage):
     check(pair, model, SGD, stage=stage, comm_hook=CommHook(torch.bfloat16))
 
 
-@pytest.mark.parametrize("partition", ["element", "parameter"])
-@pytest.mark.parametrize("kind", [Normalized, DAdapting])
-def test_statistics_over_all_parameters_are_refused_by_all_ranks(world, kind, partition):
-    for stage in (1, 2):
-        said = refusal(world.optimizer, net(), kind, stage=stage, partition=partition)
-        assert said.startswith(f"{kind.__name__} cannot be sharded")
-        assert said.endswith("give stage=0")
-
-
 @pytest.mark.parametrize("kind", [Normalized, DAdapting])
 def test_statistics_over_all_parameters_are_those_of_torch_at_stage_0(pair, kind):
     both = pair(kind=kind)
@@ -89,7 +79,6 @@ def odd(world, usual, other):
     return other if world.rank == world.size - 1 else usual
 
 
-@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize(
     ("usual", "other", "words"),
@@ -120,7 +109,6 @@ def test_different_optimizers_are_refused_by_all_ranks(world, stage, usual, othe
     assert said == f"the optimizer differs between ranks: {BUT_LAST} {words}"
 
 
-@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_different_groups_are_refused_by_all_ranks(world, stage):
     model, last = net(), world.size - 1
@@ -134,16 +122,3 @@ def test_different_groups_are_refused_by_all_ranks(world, stage):
     ):
         said = refusal(world.optimizer, model, torch.optim.SGD, stage=stage, lr=0.1, groups=groups)
         assert said == f"{differ} {words}"
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_layer_in_shared_memory_is_saved_without_the_rest(world, make, stage):
-    def saved(module):
-        file = io.BytesIO()
-        torch.save(module.state_dict(), file)
-        return len(file.getvalue())
-
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
-    make(model, torch.optim.SGD, stage=stage, lr=0.1)
-    assert saved(model[1]) == saved(nn.Linear(64, 1))
-    assert RANKS == 1 or all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())

@@ -11,7 +11,7 @@ from sharding import sharded
 from torch.utils.data import DataLoader, TensorDataset
 from worlds import RANKS
 
-pytestmark = [pytest.mark.mpi, pytest.mark.simulated, pytest.mark.both]
+pytestmark = [pytest.mark.simulated, pytest.mark.both]
 
 every_world = pytest.mark.parametrize(
     ("algorithm", "layout"), [("naive", None), ("flat", None), ("leader", 2), ("lanes", 2)]

@@ -1,6 +1,5 @@
 """Training jobs whose nodes exchange parameters every few steps."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -13,13 +12,13 @@ from worlds import RANKS, make_world
 
 from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.display import Display
-from mntrain.options.config import CheckpointConfig, LogConfig, RunConfig
+from mntrain.options.config import CheckpointConfig, LogConfig
 from mntrain.sync import SyncConfig
 from mntrain.train.entry import exit_code
 from mntrain.train.trainer import Trainer
 from zero.exchange import exchange
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 RANK = MPI.COMM_WORLD.rank
 EACH_STEP = {"eval_every": 1, "check_every": 1}
@@ -40,26 +39,6 @@ def stops(config, step):
         with pytest.raises(TrainingStoppedError, match=f"in step {step}, the difference between"):
             trainer.fit()
         world.barrier()
-
-
-def test_nodes_that_exchange_rarely_resume_and_evaluate_without_changing_the_run(folder):
-    sync = SyncConfig(mode="sparseloco", every=4, warmup=1)
-    jobs = [("whole", None, {}), *[("parts", n, EACH_STEP) for n in (3, None)]]
-    for name, stop_after, options in jobs:
-        given = {"sync": sync, "checkpoint": CheckpointConfig(every="100")}
-        given["run"] = RunConfig(dir=folder / name, stop_after=stop_after)
-        config = replace(small(folder, steps=6, **options), **given)
-        assert fit(config) == (0, RANKS if stop_after else 1)
-    if RANK == 0:
-        whole, parts = (lines_of(folder / name) for name in ("whole", "parts"))
-        assert [line["loss"] for line in whole] == [line["loss"] for line in parts]
-        assert [line["step"] for line in parts if "eval_loss" in line] == [1, 2, 3, 4, 5, 6]
-        assert whole[-1]["eval_loss"] == parts[-1]["eval_loss"]
-        models = {
-            (folder / name / "checkpoints/step-00000006/model.safetensors").read_bytes()
-            for name in ("whole", "parts")
-        }
-        assert len(models) == 1
 
 
 STALE = SyncConfig(mode="diloco", every=2, warmup=1, max_staleness=2)
@@ -98,35 +77,6 @@ def test_nodes_report_their_own_losses_and_those_of_all_after_a_round(folder, mo
         measured = {line["step"] for line in lines if "rank_step_s" in line}
         assert measured == {*counts}
         assert all(len(line["rank_step_s"]) == places for line in lines if "rank_step_s" in line)
-
-
-class NotANumberLate(Silent):
-    """Has a loss on the last rank that is not finite, in its fifth step."""
-
-    calls = 0
-
-    def loss(self, model, batch):
-        self.calls += model.training
-        loss = super().loss(model, batch)
-        broken = self.calls == 5 and model.training and RANK == RANKS - 1
-        return replace(loss, mean=loss.mean * float("nan")) if broken else loss
-
-
-@pytest.mark.parametrize(("bound", "last"), [(0, 6), (1, 9)])
-def test_a_loss_of_one_node_that_is_not_finite_ends_the_job_for_all(folder, bound, last):
-    sync = SyncConfig(mode="diloco", every=3, max_staleness=bound)
-    config = replace(small(folder, f"{__name__}:NotANumberLate", steps=20), sync=sync)
-    said = f"in step {last}, a gradient or loss since the last exchange is not finite on rank "
-    with make_world(layout=1) as world:
-        warned = pytest.warns(UserWarning, match=f"in step 5, the loss is nan on rank {RANKS - 1}")
-        with (
-            pytest.raises(TrainingStoppedError, match=said),
-            warned if RANK == RANKS - 1 else nullcontext(),
-        ):
-            Trainer(world, config).fit()
-        world.barrier()
-    if RANK == 0:
-        assert summary(folder)["status"] == "failed"
 
 
 @pytest.mark.parametrize(("settles", "step"), [("bound", 7), ("evaluation", 4), ("save", 4)])

@@ -14,7 +14,7 @@ from worlds import RANKS, refusal
 
 from mntrain.sync import LocalSGD
 
-pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 stages = pytest.mark.parametrize("stage", [stage for stage, _ in QUICK_STAGES])
 # Of the old and the new optimizer.
@@ -132,7 +132,7 @@ def test_a_gradient_outlives_its_optimizer_or_is_refused(world, old, new):
     both = Successors(world, old)
     both.backward(0)
     both.make(new, SGD)
-    if old and RANKS > 1:
+    if old:
         with pytest.raises(RuntimeError, match=LEFT):
             both.optimizer.step()
         with pytest.raises(RuntimeError, match=LEFT):
@@ -199,7 +199,6 @@ def test_a_refused_optimizer_leaves_the_old_one(world, stage):
     both.finish()
 
 
-@pytest.mark.mpi(min_size=2)
 def test_replicas_are_exchanged_before(worlds):
     world = worlds(layout=1)
     both = Successors(world, sync=LocalSGD(every=3))

@@ -8,7 +8,7 @@ from worlds import EVERY_WORLD, RANKS, VIRTUAL, make_world
 from mntrain.comm import small_messages
 from mntrain.comm.small_messages import small_collective
 
-pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 SIZES = [0, 1, 2, 3, 17, 1003, 5003]
 SMALL_MESSAGE_BYTES = 64 << 10
@@ -37,7 +37,7 @@ def test_every_verb_at_every_size_twice(ways, gathers, algorithm, layout):
     run(way.world, several)
     run(way.world, several)  # on the same tensors
     empty = sum(case.tensor.numel() == 0 for case in several)
-    assert len(gathers) == (2 * (len(several) - empty) if RANKS > 1 else 0)
+    assert len(gathers) == 2 * (len(several) - empty)
 
 
 def test_every_verb_along_trees_of_many_ranks(ways, monkeypatch):
@@ -60,9 +60,8 @@ def test_sums_beyond_what_a_dtype_holds_are_infinite_or_no_number_and_nobody_is_
     way.collectives.all_reduce(pieces).wait()
     assert whole.isnan().tolist() == pieces.isnan().tolist()
     assert whole.nan_to_num().tolist() == pieces.nan_to_num().tolist()
-    if RANKS > 1:
-        assert whole.isnan().tolist() == [False, True, True, False]
-        assert whole[0] == inf
+    assert whole.isnan().tolist() == [False, True, True, False]
+    assert whole[0] == inf
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bool, torch.complex64], ids=str)
@@ -81,7 +80,6 @@ def test_what_is_only_moved_may_have_any_dtype(ways, gathered, dtype):
     assert torch.equal(bits(only), bits(expected))
 
 
-@pytest.mark.skipif(RANKS == 1, reason="alone, nothing is sent")
 def test_what_is_larger_goes_in_pieces(ways, gathers):
     way = ways("lanes", VIRTUAL[-1]).gathered(SMALL_MESSAGE_BYTES)
     most = SMALL_MESSAGE_BYTES // 4 // RANKS
@@ -93,7 +91,6 @@ def test_what_is_larger_goes_in_pieces(ways, gathers):
     assert gathers == [most] * 4
 
 
-@pytest.mark.skipif(RANKS == 1, reason="alone, nothing is sent")
 def test_a_world_gathers_what_is_small_unless_it_is_told_not_to(gathers, monkeypatch):
     with make_world("lanes", VIRTUAL[-1]) as world:
         world.collectives.all_reduce(torch.ones(3)).wait()
@@ -114,7 +111,7 @@ def test_what_is_sent_counts_as_a_message_to_everybody(ways, layout):
     for rank, (was, now) in enumerate(zip(before, after, strict=True)):
         node = len(way.world.topology.node_group(rank)) - 1
         cross = RANKS - 1 - node
-        also = rank == RANKS - 1 and RANKS > 1
+        also = rank == RANKS - 1
         assert now.node_messages - was.node_messages == node * (1 + also)
         assert now.node_bytes - was.node_bytes == node * (400 + 40 * also)
         assert now.cross_messages - was.cross_messages == cross * (1 + also)

@@ -6,12 +6,14 @@ from itertools import chain, product
 import pytest
 import torch
 from cases import out_of_reach
-from oracle import ADAMW, OWN, init, modes
+from oracle import ADAMW, OWN, STAGES, init
 from test_cost import ITEM, bill, less, nodes_of, split, transfers, usage
 from torch import nn
 from worlds import EVERY_WORLD, RANKS, VIRTUAL
 
-pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
+
+modes = pytest.mark.parametrize("mode", [{"stage": s, "partition": p} for s, p in STAGES], ids=str)
 
 ONE = 25.0  # MiB: everything in one bucket
 NUMELS = [60, 7, 1, 143]  # of parameters
@@ -181,7 +183,6 @@ def test_bytes_between_nodes(worlds, algorithm, layout, stage, micro_batches):
     optimizer.close()
 
 
-@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("layout", VIRTUAL[-2:])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_gather_dtype_halves_the_bytes_of_the_all_gather(layout, stage):

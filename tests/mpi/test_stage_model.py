@@ -12,7 +12,7 @@ from worlds import RANKS
 
 from zero.gradients.slots import UnavailableGradient
 
-pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["backward", "step"])
@@ -76,7 +76,6 @@ def live(model):
     return sum(g.nbytes for g in gradients if not isinstance(g, UnavailableGradient))
 
 
-@pytest.mark.mpi(min_size=2)
 def test_at_stage_2_no_rank_ever_holds_all_gradients():
     model = deep()
     held = []

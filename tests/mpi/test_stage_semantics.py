@@ -32,7 +32,7 @@ from worlds import RANKS
 
 from zero import SingleProcessCollectives, ZeroOptimizer
 
-pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 RANK = MPI.COMM_WORLD.rank
 LAST = RANKS - 1
@@ -145,7 +145,6 @@ def one_weight(make, stage):
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 
 
-@pytest.mark.mpi(min_size=2)
 @STAGES
 def test_shares_of_unequal_numbers_of_micro_batches_are_a_mean_over_samples_or_refused(make, stage):
     loss, optimizer = one_weight(make, stage)
@@ -167,7 +166,6 @@ def test_shares_of_unequal_numbers_of_micro_batches_are_a_mean_over_samples_or_r
     assert result.grad_norm == pytest.approx((4 * 4 + 2 * LAST * 10) / weight)
 
 
-@pytest.mark.mpi(min_size=2)
 @STAGES
 def test_a_rank_without_a_backward_adds_nothing_to_a_mean_over_samples(make, stage):
     loss, optimizer = one_weight(make, stage)
@@ -177,7 +175,6 @@ def test_a_rank_without_a_backward_adds_nothing_to_a_mean_over_samples(make, sta
     assert (result.grad_norm, result.weight) == (3.0, 1)
 
 
-@pytest.mark.mpi(min_size=2)
 @STAGES
 def test_a_loss_that_reaches_no_parameter_on_one_rank_counts_in_the_same_mean(make, stage):
     loss, optimizer = one_weight(make, stage)
@@ -190,7 +187,6 @@ def test_a_loss_that_reaches_no_parameter_on_one_rank_counts_in_the_same_mean(ma
     assert result.grad_norm == pytest.approx(3 * (2 * RANKS - 1) / (2 * RANKS))
 
 
-@pytest.mark.mpi(min_size=2)
 @modes
 def test_a_share_of_nothing_hides_a_nan(pair, mode):
     both = pair(kind=SGD, **mode)

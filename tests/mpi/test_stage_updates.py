@@ -13,7 +13,7 @@ from worlds import RANKS, refusal
 
 from mntrain.optim import Muon
 
-pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 WHOLE = BY_PARAMETER | {
     "Muon of mntrain": partial(Muon, lr=0.02),
@@ -86,7 +86,6 @@ def test_copies_of_the_parameters_are_of_rank_0s(world, make, mode, dtype, toler
     assert_close(model.double(), alone.model, tolerance)
 
 
-@pytest.mark.mpi(min_size=2)
 def test_functions_that_make_optimizers_of_unlike_classes_are_refused(world):
     unlike = torch.optim.SGD if world.rank else torch.optim.RMSprop
     said = refusal(world.optimizer, net(), lambda params: unlike(params, lr=0.1))

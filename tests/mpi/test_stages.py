@@ -27,7 +27,7 @@ from oracle import (
 )
 from worlds import DEALT, EVERY_WORLD, RANKS
 
-pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 STEPS = 3
 

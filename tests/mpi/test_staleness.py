@@ -28,7 +28,7 @@ from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo
 from zero.exchange.exchange import EXCHANGED, SentExchange
 from zero.state import UNSENT
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 EVERY, WARMUP, BOUND = 2, 1, 2
 ROUNDS = {"every": EVERY, "warmup": WARMUP, "max_staleness": BOUND}

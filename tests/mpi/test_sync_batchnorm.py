@@ -15,7 +15,7 @@ from worlds import refusal
 
 import mntrain
 
-pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
@@ -158,7 +158,6 @@ def test_samples_without_a_token_enter_the_statistics(world, make, stage):
     assert_parity(world, model, alone, 1e-10)
 
 
-@pytest.mark.skipif(SIZE == 1, reason="one rank has all tokens")
 def test_a_weight_of_nothing_that_would_hide_samples_is_refused(world, make):
     model = OfTokens()
     world.sync_batchnorm(model)

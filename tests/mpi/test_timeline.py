@@ -14,8 +14,6 @@ from worlds import RANKS, make_world, meet, refusal
 from mntrain import AgreedError
 from mntrain.timeline import trace
 
-pytestmark = pytest.mark.mpi(min_size=2)
-
 RANK = MPI.COMM_WORLD.rank
 LEVELS = ("node_messages", "node_bytes", "cross_messages", "cross_bytes")
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from job import metrics, summary
 from mpi4py import MPI
-from small_jobs import Signalling, Silent, small
-from torch.utils.data import default_collate
+from small_jobs import Signalling, small
 from worlds import RANKS, make_world
 
 from mntrain.checkpoint.reader import inspect, list_checkpoints
@@ -16,10 +15,9 @@ from mntrain.comm.world_collectives import WorldCollectives
 from mntrain.options.config import CheckpointConfig, ZeroConfig
 from mntrain.tasks.lm import LanguageModel
 from mntrain.train.entry import exit_code
-from mntrain.train.shared_step import SharedStep
 from mntrain.train.trainer import Trainer
 
-pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 RANK = MPI.COMM_WORLD.rank
 
@@ -53,52 +51,9 @@ def test_a_step_of_a_job_has_one_small_message_and_its_norm(world, tmp_path, sum
     micro_batches = len(next(trainer.batches))
     sums.clear()
     trainer.train_step(3)
-    announced = micro_batches if stage == 2 and RANKS > 1 else 0
-    assert sums.count(torch.float64) == 1 + (RANKS > 1) + announced  # alone, there is no message
+    announced = micro_batches if stage == 2 else 0
+    assert sums.count(torch.float64) == 2 + announced  # alone, there is no message
     trainer.job.directory.close()
-
-
-class BreaksAt(Silent):
-    """Raises on the last rank at the place that `at` names."""
-
-    at = ""
-
-    @staticmethod
-    def collate(samples):
-        BreaksAt.break_at("load")
-        return default_collate(samples)
-
-    def loss(self, model, batch):
-        self.break_at("loss")
-        return super().loss(model, batch)
-
-    @staticmethod
-    def break_at(place):
-        if BreaksAt.at == place and RANK == RANKS - 1:
-            raise KeyError(f"a bug in {place}")
-
-
-class StepEndedError(Exception):
-    pass
-
-
-@pytest.mark.parametrize("step", [1, 2])  # before and after ranks know the names of metrics
-@pytest.mark.parametrize("place", ["load", "loss"])
-def test_all_ranks_end_a_step_that_fails_on_one(world, tmp_path, monkeypatch, place, step):
-    def end_if_failed(agreement, number):
-        assert agreement._failed == (number == step)
-        if agreement._failed:
-            assert (agreement._error is not None) == (RANK == RANKS - 1)
-            raise StepEndedError
-
-    monkeypatch.setattr(SharedStep, "end_if_failed", end_if_failed)
-    trainer = Trainer(world, small(tmp_path, f"{__name__}:BreaksAt"))
-    for number in range(1, step):
-        trainer.train_step(number)
-    monkeypatch.setattr(BreaksAt, "at", place)
-    with pytest.raises(StepEndedError):
-        trainer.train_step(step)
-    assert world.sum([1.0]) == [RANKS]  # no collective is left over
 
 
 def fit(world, config, **changes):

@@ -18,7 +18,6 @@ from mntrain.comm.shared_memory import DEPTH
 from mntrain.comm.ticket import AlgorithmChoice
 from zero.layout import split
 
-pytestmark = pytest.mark.mpi(min_size=2)  # a world of one sends nothing
 COMM = MPI.COMM_WORLD
 SIZES = (0, 1, 17, 1000, 5003)
 # Ranks per node; the last node may have fewer. Of few cases, those of NCCL, the last transport,

@@ -20,8 +20,6 @@ from mntrain.tasks import Loss
 from mntrain.tasks.lm import LanguageModel
 from mntrain.train.verify.verify_command import parse, run, verify_task
 
-pytestmark = pytest.mark.mpi(min_size=2)
-
 RANK = MPI.COMM_WORLD.rank
 STEPS = 3
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)

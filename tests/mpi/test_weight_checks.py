@@ -13,7 +13,7 @@ from mntrain.sync import DiLoCo
 from zero.comparison import DifferentWeightsError
 from zero.exchange.exchange import EXCHANGED
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 RANK = MPI.COMM_WORLD.rank
 LAST = RANKS - 1

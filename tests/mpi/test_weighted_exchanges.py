@@ -15,7 +15,7 @@ from mntrain.sync import DiLoCo, LocalSGD, SparseLoCo
 from zero.comm_hooks.codes import ChunkCode
 from zero.state import UNSENT
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 LR, EVERY, WARMUP, STEPS = 0.1, 3, 1, 7
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}

@@ -10,7 +10,7 @@ from worlds import EVERY_WORLD, LAYOUTS, RANKS, VIRTUAL
 
 from mntrain.comm import algorithms
 
-pytestmark = [pytest.mark.mpi, pytest.mark.simulated]
+pytestmark = pytest.mark.simulated
 
 FAR = [(20011, "plain"), (20011, "mixed")]
 WIRES = [torch.bfloat16, torch.float16]

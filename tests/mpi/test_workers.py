@@ -6,12 +6,11 @@ import pytest
 import torch
 from samples import Witness
 from torch.utils.data import DataLoader
-from worlds import first_ranks, make_world
+from worlds import first_ranks
 
 import mntrain
 
 pytestmark = [
-    pytest.mark.mpi,
     pytest.mark.simulated,
     # Of torch where a machine has fewer cores, and of newer Pythons at a fork beside threads.
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -52,14 +51,3 @@ def load_beside_collectives(comm, method):
             assert len(processes - {os.getpid()}) == 1
         assert set(gradient.tolist()) == {1}
         assert world.sum([1.0]) == [world.size]
-
-
-def test_a_sharded_loader_loads_in_workers_while_ranks_sum():
-    loader = DataLoader(range(12), 6, num_workers=1, multiprocessing_context="fork")
-    with make_world() as world:
-        mine = []
-        for index in world.shard(loader):
-            mine += index.tolist()
-            assert world.sum([len(index)]) == [6]
-        together = [sample for samples in world.gather(mine) for sample in samples]
-        assert sorted(together) == list(range(12))

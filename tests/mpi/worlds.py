@@ -55,18 +55,27 @@ class Worlds:
 
     def __init__(self, layout=None, **usual):
         self._layout, self._usual, self._worlds = layout, usual, {}
+        self._comms = {RANKS: MPI.COMM_WORLD}
 
-    def __call__(self, algorithm="lanes", layout=USUAL, bucket_mb=USUAL):
-        key = algorithm, layout, bucket_mb
-        if key not in self._worlds:
+    def __call__(self, algorithm="lanes", layout=USUAL, bucket_mb=USUAL, *, size=RANKS):
+        """Return the world of ranks 0 to size - 1; None on the others."""
+        key = algorithm, layout, bucket_mb, size
+        if size not in self._comms:
+            color = 0 if MPI.COMM_WORLD.rank < size else MPI.UNDEFINED
+            self._comms[size] = MPI.COMM_WORLD.Split(color)
+        if MPI.COMM_WORLD.rank < size and key not in self._worlds:
             options = self._usual if bucket_mb is USUAL else {"bucket_mb": bucket_mb}
             layout = self._layout if layout is USUAL else layout
+            options = {"comm": self._comms[size], **options}
             self._worlds[key] = make_world(algorithm, layout, **options)
-        return self._worlds[key]
+        return self._worlds.get(key)
 
     def close(self):
         for world in self._worlds.values():
             world.close()
+        for size, comm in self._comms.items():
+            if MPI.COMM_WORLD.rank < size < RANKS:
+                comm.Free()
 
 
 def have(ranks):

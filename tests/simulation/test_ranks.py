@@ -15,10 +15,7 @@ RARE += ("staleness", "stage_precision", "trainer", "weight_checks", "weighted_e
 # What depends on which rank is on which node, of which tests make their own: nodes of two ranks
 # each are the least in which lanes are not the ways of leaders.
 ON_NODES = ("cost", "exchanges", "levels", "stage_cost", "staleness")
-ON_NODES += ("state_over_ranks", "weighted_exchanges", "wire")
-# With --all also on these numbers of ranks, if that is another test.
-ON_ONE = ("checkpoint", "collectives", "own_loop", "parity", "trainer", "world")
-AT_TWO = ("stage_model", "stage_precision", "stage_updates", "state_over_ranks")
+ON_NODES += ("weighted_exchanges", "wire")
 
 
 def suites():
@@ -26,10 +23,6 @@ def suites():
         least = [pytest.mark.exhaustive] if name in RARE else [pytest.mark.thorough]
         usual = [4] if name in ON_NODES else [3]
         marks = {tuple(usual): [] if name in QUICK else least}
-        if name in ON_ONE:
-            marks[1,] = [pytest.mark.exhaustive]
-        if name in AT_TWO:
-            marks[2,] = [pytest.mark.exhaustive]
         if name == "levels":
             marks[8,] = [pytest.mark.exhaustive]
         for nodes, own in marks.items():
@@ -45,5 +38,5 @@ def test_file_passes(suite, request):
 
 
 def test_the_lists_name_files_that_are_simulated():
-    named = {*QUICK, *RARE, *ON_NODES, *ON_ONE, *AT_TWO}
+    named = {*QUICK, *RARE, *ON_NODES}
     assert named <= set(sessions.simulated())

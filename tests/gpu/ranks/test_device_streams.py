@@ -12,11 +12,13 @@ import random
 
 import pytest
 import torch
-from cases import RANK, Drawn
+from cases import RANK, UNIT, VERBS, shard
 from worlds import RANKS
 
 from gpu.place import ON, gpu, on, sleep, streams, synchronize
 from gpu.ranks.transports import transports
+from mntrain.comm import algorithms
+from mntrain.comm.ticket import AlgorithmChoice
 
 pytestmark = [pytest.mark.mpi, *gpu]
 
@@ -30,16 +32,33 @@ def poison(tensor):
     tensor.fill_(math.nan if tensor.dtype.is_floating_point else -99)
 
 
-class StreamCall(Drawn):
-    """A random collective on streams of this rank's own choice, `own`, and with delays on them."""
+class StreamCall:
+    """A random collective with a known result, on streams of this rank's choice, with delays.
+
+    `common` draws the same on all ranks, and `own` what is this rank's.
+    """
 
     def __init__(self, common, own, world, choices):
-        super().__init__(common, world, SIZES)
+        self.numel, self.dtype = common.choice(SIZES), common.choice(list(UNIT))
+        self.verb, self.root = common.choice(VERBS), common.randrange(RANKS)
+        inner = sorted(common.choices(range(self.numel + 1), k=RANKS - 1))
+        self.bounds = common.choice([None, [0, *inner, self.numel]])
+        # As few as one piece a lane, or a few dozens.
+        piece_bytes = max(64, self.numel * self.dtype.itemsize // common.choice([1, 4, 30]))
+        choice = AlgorithmChoice(common.choice(algorithms.names()), piece_bytes)
+        self.collectives = world.collectives.replace(choice=choice)
+        self.salt = common.randrange(100)
+        self.about = f"{self.verb} of {self.numel} {self.dtype} by {choice}, {self.root}, {inner}"
         self._own, self._device = own, world.device
         self.launched = own.choice(choices)
         self.waited = own.choice([self.launched, own.choice(choices)])
         if RANKS == 1:  # the collectives of one rank order nothing
             self.waited = self.launched
+
+    def _values(self, rank):
+        """Small whole numbers: sums of them are exact in every dtype."""
+        index = torch.arange(self.numel, device=self._device)
+        return (index * 7 + 3 * rank + self.salt) % 11 - 5
 
     def _delay(self):
         if self._own.random() < 0.2:
@@ -51,8 +70,18 @@ class StreamCall(Drawn):
             self.tensor = torch.empty(self.numel, dtype=self.dtype, device=self._device)
             poison(self.tensor)
             self._delay()
-            self.work = self.launch(self.tensor)
+            self._launch()
             self._delay()
+
+    def _launch(self):
+        """Write what this rank gives, and start."""
+        if self.verb == "all_gather":
+            own = shard(self.collectives, self.numel, self.bounds)
+            self.tensor[own] = self._values(0)[own].to(self.dtype)
+        elif self.verb != "broadcast" or self.root == RANK:
+            self.tensor.copy_(self._values(RANK))
+        given = {"broadcast": [self.root], "all_reduce": []}.get(self.verb, [self.bounds])
+        self.work = getattr(self.collectives, self.verb)(self.tensor, *given)
 
     def finish(self):
         """Read and overwrite the result as soon as the stream may. Never wait for the device."""
@@ -61,11 +90,22 @@ class StreamCall(Drawn):
             found = self.tensor.clone()
             poison(self.tensor)
             self._delay()
-            right = self.right(found)
+            right = self._right(found)
             if self.waited is not self.launched:
                 self.tensor.record_stream(self.waited)
         del self.tensor, self.work
         return right, self.about
+
+    def _right(self, tensor):
+        """Return whether this rank has its result, as one element on the device."""
+        if self.verb in ("all_reduce", "reduce_scatter"):
+            expected = sum(self._values(rank) for rank in range(RANKS))
+        else:
+            expected = self._values(self.root if self.verb == "broadcast" else 0)
+        mine = slice(None)
+        if self.verb == "reduce_scatter":
+            mine = shard(self.collectives, self.numel, self.bounds)
+        return (tensor[mine].double() == expected[mine].double()).all()
 
 
 @pytest.mark.timeout(100 + CALLS / 20)
