@@ -296,9 +296,7 @@ class Ranks:
                 engine,
                 self._copier,
                 choice=AlgorithmChoice(self.algorithm, link=self.link),
-                transport=selected.name or "host",
-                node_first=selected.node_first,
-            )
+            ).replace(transport=selected.name or "host", node_first=selected.node_first)
 
         self.collectives = engine.call(make).wait()
 
@@ -391,9 +389,8 @@ class Ranks:
             self._copier,
             stream=self._engine.add_stream(name, ranks, timeout_s),
             choice=world.choice,
-            transport="host" if world.transport == "nccl" else world.transport,
             memory=memory or world.memory.among(node, local_ranks),
-        )
+        ).replace(transport="host" if world.transport == "nccl" else world.transport)
 
     def messages(self, name: str) -> Messages:
         """Make messages between two ranks of the world. Collective. `name` is new to it."""

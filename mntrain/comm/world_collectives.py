@@ -102,8 +102,8 @@ class WorldCollectives:
     Construction is collective over the ranks, which are those of `comm`, on the engine's thread.
     `node` has the ranks of this rank's node, and `topology` the node of each. `copier` is given by
     all ranks or by none. `stream` is by default the engine's main one, and `memory` that of the
-    node's ranks, made here by default. All ranks give the same options, the last five to `replace`
-    only:
+    node's ranks, made here by default. All ranks give the same options, all but the first to
+    `replace` only:
 
         choice                 the algorithm, and its chunks
         transport              how device tensors travel: staged in host memory, directly by MPI, or
@@ -126,13 +126,12 @@ class WorldCollectives:
         *,
         choice: AlgorithmChoice,
         stream: Stream | None = None,
-        transport: Transport = "host",
-        node_first: NodeFirstCollectives | None = None,
         memory: NodeSharedMemory | None = None,
     ) -> None:
         self.rank, self.size = comm.rank, comm.size
         self.choice, self.label, self.ratio = choice, "", 1.0
-        self.transport, self.node_first = transport, node_first
+        self.transport: Transport = "host"
+        self.node_first: NodeFirstCollectives | None = None
         self.small_message_bytes = SMALL_MESSAGE_BYTES
         self.wakes: bool | None = None
         self.gathers = False

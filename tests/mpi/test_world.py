@@ -1,5 +1,6 @@
 """Attributes, small collectives and agreed errors of a world."""
 
+import math
 import re
 import time
 from contextlib import nullcontext
