@@ -313,17 +313,6 @@ class Accumulation:
         """Note that a backward has raised."""
         self._backward.tasks = {-1: lambda: None}
 
-    def finish_interrupted(self) -> None:
-        """Take part in the rest of a backward that has raised on this rank. Collective.
-
-        Outside of `no_sync`. All ranks must discard the gradients afterwards.
-        """
-        self._end_backward()
-        if self.phase is not Phase.HELD:
-            self.weight.discard()
-            self.weight.state(1.0)  # the sum over ranks must not be 0
-            self.finish()
-
     def clear(self, set_to_none: bool) -> None:
         """Discard all gradients and their weights. Waits for reductions in flight.
 

@@ -1,26 +1,17 @@
-"""The results of a step that the ranks of a job share, and its end where it fails on some rank.
+"""The means of a step that the ranks of a job share.
 
-The means and failures of a step travel in the `StepMessage` that ends the reduction of its
-gradients. Steps that a node takes alone, between two exchanges (`zero.exchange.exchange`), have the
-means of the node: all ranks learn the losses of such a round in its exchange.
-
-In a step of all ranks, a rank that raises an exception takes part in the rest of it, so that all
-reach its end and learn of it there. Nothing has been updated by then: the run is saved as it was
-before the step. In a step of a node alone, it ends the job at once.
+They travel in the `StepMessage` that ends the reduction of its gradients. Steps that a node takes
+alone, between two exchanges (`zero.exchange.exchange`), have the means of the node: all ranks learn
+the losses of such a round in its exchange.
 """
 
 import math
-import sys
-import threading
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from mntrain.alike.naming import naming
-from mntrain.checkpoint import random_states, set_random_states
-from mntrain.errors import AgreedError, RemoteRankError, TrainingStoppedError
+from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.registry import PER_RANK
 from mntrain.run.delayed_sums import DelayedSums
 from mntrain.train.job import Job
@@ -32,7 +23,6 @@ from zero.shard import NonFiniteGradientError
 from zero.step_message import StepMessage
 
 _LOSS, _ITEMS = "loss", "items"
-_PATIENCE_S = 5.0  # until a failed rank prints its error, if others have not ended the step
 
 
 @contextmanager
@@ -47,19 +37,18 @@ def errors_stop(world: World, step: int) -> Iterator[None]:
 
 
 class SharedStep:
-    """The means and failures that the ranks of a job establish together in each step.
+    """The means that the ranks of a job establish together in each step.
 
-    All ranks call `computing`, `before_update`, `end_if_failed` and `after_update`, in this order.
-    Forward adds to `losses`.
+    All ranks call `begin`, `before_update` and `after_update`, in this order. Forward adds to
+    `losses`.
 
     Unless its options skip such steps, a loss that is not finite ends the job. With
-    --log.per-rank, all ranks learn what each has `measured`. `save` saves the last completed step,
-    or returns why that failed.
+    --log.per-rank, all ranks learn what each has `measured`.
     """
 
-    def __init__(self, world: World, job: Job, save: Callable[[], AgreedError | None]) -> None:
+    def __init__(self, world: World, job: Job) -> None:
         """Make it for the steps of a job. Collective."""
-        self._world, self._optimizer, self._save = world, job.optimizer, save
+        self._world, self._optimizer = world, job.optimizer
         self._data = job.data
         self.losses = StepMeans(world.rank)
         skips = job.config.optim.non_finite == "skip"
@@ -73,24 +62,15 @@ class SharedStep:
         self._losses = dict.fromkeys((_LOSS, _ITEMS), 0.0)  # of this node, that are not told yet
         self._ranks: Sequence[int] = ()  # of a node that is alone
         self._message = StepMessage()  # of this step
-        self._error: Exception | None = None  # of this rank in this step
-        self._failed = False  # this step, on any rank
         self._samples = 0.0  # of this step, over the ranks of the means
-        self._states = random_states(world.device)  # before this step
         self.measured: dict[str, float] = {}  # by this rank in the step before, for all to know
         self.by_rank: dict[str, Any] = {}  # what all ranks have measured, by rank
         self.round_loss: float | None = None  # the mean over all nodes, where a round counts
         self.means: GlobalMeans  # of this step, over all ranks or over the node
         self._tell()
 
-    @contextmanager
-    def computing(self, step: int) -> Iterator[None]:
-        """Return the context of forward and backward passes. Collective.
-
-        It keeps an exception until all ranks know of it, unless they know it already, or it comes
-        later than the message that tells of it: of all ranks as well, or of a hook after backward.
-        In a step of the node alone, one is raised at once, which ends the job for all.
-        """
+    def begin(self) -> None:
+        """Begin a step, before its forward passes. Local."""
         optimizer, world = self._optimizer, self._world
         self._exchange = exchange = optimizer.coming_exchange
         self.alone = exchange is not None
@@ -100,37 +80,8 @@ class SharedStep:
         )
         self._ranks = world.topology.node_group(world.rank) if self.alone else ()
         self._message = message = optimizer.accumulation.message
-        message.put("failed", lambda: float(self._error is not None))
         message.put("samples", lambda: float(self._data.sizes[0]))
         self.losses.put(message, self._ranks)
-        if self.alone:
-            yield
-            return
-        self._states = random_states(world.device)
-        try:
-            yield
-        except (AgreedError, RemoteRankError):
-            raise
-        except Exception as error:
-            if self._message.sent:
-                raise
-            self._error = error
-            self._finish_failed(error)
-
-    def _finish_failed(self, error: Exception) -> None:
-        """Take part in the rest of the step. Collective.
-
-        If that takes long, the error is printed, since a rank that hangs may be the reason.
-        """
-        timer = threading.Timer(_PATIENCE_S, traceback.print_exception, [error])
-        timer.daemon = True
-        timer.start()
-        try:
-            self._optimizer.accumulation.finish_interrupted()
-        except Exception:
-            raise error from None  # communication has failed, too
-        finally:
-            timer.cancel()
 
     def before_update(self, step: int) -> None:
         """Wait for the gradients and means. Collective in the ranks of the step.
@@ -140,10 +91,7 @@ class SharedStep:
         """
         where, world = f"in step {step}", self._world
         self._optimizer.synchronize()
-        sums = self._message.read()
-        self._failed, self._samples = bool(sums["failed"]), sums["samples"]
-        if self._failed:
-            return
+        self._samples = self._message.read()["samples"]
         whole = self._optimizer.group.size == world.size
         group = world.collectives if whole else world.node_collectives
         self.means = self.losses.take(self._message, group, where, self._ranks)
@@ -155,27 +103,6 @@ class SharedStep:
             if self._exchange is None:
                 raise TrainingStoppedError(reason, world.rank)
             self._exchange.refuse(reason)
-
-    def end_if_failed(self, step: int) -> None:
-        """Save, and raise the exception on the first failed rank, if there is one. Collective then.
-
-        The random generators are as they were before the step. The other ranks raise a
-        RemoteRankError.
-        """
-        if not self._failed:
-            return
-        world = self._world
-        failed = [r for r, error in enumerate(world.gather(self._error is not None)) if error]
-        if world.master and len(failed) > 1:
-            text = f"mntrain: step {step} failed on {naming('rank', failed)}: the report is of one"
-            print(text, file=sys.stderr)
-        set_random_states(self._states, world.device)
-        if why := self._save():
-            world.output.warn(str(why))
-        if self._error is not None and world.rank == failed[0]:
-            raise self._error
-        while True:
-            world.barrier()  # which the failed rank does not reach
 
     def items(self) -> int:
         """Return the items of the step, tokens or samples, over all ranks. Local.

@@ -47,7 +47,7 @@ class Trainer:
         self._result = ending.JobResult(job.task.flops_per_item(self._model), skipped)
         self._asked: str | None = None  # why this rank's task wants the run to stop
         self._no_better: str | None = None  # why evaluations end the run: the same on all ranks
-        self._shared = SharedStep(world, job, partial(ending.save_last, world, job, self._result))
+        self._shared = SharedStep(world, job)
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step, or until any rank asks to end; return the summary. Collective.
@@ -105,22 +105,20 @@ class Trainer:
         """Take one step, 1 for the first, and return its record. Collective.
 
         Between two exchanges (`mntrain.sync`), the ranks of a node take it together. Raises
-        TrainingStoppedError or NonFiniteGradientError; an exception before the update is raised
-        when the run is saved as it was before the step. Between the update and the next forward,
+        TrainingStoppedError or NonFiniteGradientError. Between the update and the next forward,
         only checks and evaluations communicate: all else would wait behind the parameters that are
         being sent.
         """
         job, shared = self.job, self._shared
         timer = StepTimer(self._world.collectives, self._world.recorder, step)
-        with shared.computing(step):
-            job.balancing.begin()
-            with timer("data"):
-                micro_batches = next(self.batches)
-            self._forward_backward(step, micro_batches, timer)
-            job.balancing.end(job.data.sizes[0], timer.times())
+        shared.begin()
+        job.balancing.begin()
+        with timer("data"):
+            micro_batches = next(self.batches)
+        self._forward_backward(step, micro_batches, timer)
+        job.balancing.end(job.data.sizes[0], timer.times())
         with timer("reduce_wait"):
             shared.before_update(step)
-        shared.end_if_failed(step)
         if not shared.alone:
             job.balancing.after_reduction(step)
         lr = float(self._optimizer.param_groups[0]["lr"])

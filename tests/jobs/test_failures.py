@@ -10,29 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-from job import LATE, autopsy, completed, job_words, losses, metrics, summary, train
+from job import LATE, autopsy, completed, job_words, metrics, summary, train
 from launch import in_own_group, is_open_mpi, mpirun
 from waiting import until
 
 TASKS = (
     LATE
     + """
-class InBackward(Late):
-    def broken(self, model, batch):
-        list(model.parameters())[2].register_hook(self.bug)
-        return LanguageModel.loss(self, model, batch)
-
-    def bug(self, gradient):
-        raise KeyError("a bug of rank one")
-
-class Everywhere(LanguageModel):
-    calls = 0
-    def loss(self, model, batch):
-        self.calls += 1
-        if self.calls == 3 and not FIXED:
-            raise KeyError("a bug of every rank")
-        return super().loss(model, batch)
-
 class Slow(LanguageModel):
     def loss(self, model, batch):
         time.sleep(0.05)
@@ -64,33 +48,6 @@ def test_an_exception_on_one_rank_ends_the_job_with_rank_host_and_traceback(fold
     where = f"{folder / 'broken.py'}:{line}"
     assert f"in forward of step 2: KeyError: 'a bug of rank one', at {where}" in done.stdout
     assert "cause     an exception on one rank: KeyError" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("ranks", "task", "stage"),
-    [
-        pytest.param(2, "InBackward", 2, marks=pytest.mark.exhaustive),
-        pytest.param(4, "Everywhere", 1, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_an_exception_loses_no_complete_step(folder, ranks, task, stage):
-    common = ["--task", f"broken:{task}", "--zero.stage", str(stage), "--comm.bucket-mb", "0.01"]
-    common += ["--checkpoint.every", "100", "--train.batch-size", "4"]  # it is in the third step
-    crashed = train(ranks, folder, *common)
-    assert crashed.returncode != 0
-    assert crashed.stderr.count("Traceback (most recent call last)") == 1, crashed.report()
-    assert summary(folder)["status"] == "crashed"
-    assert "was not saved" not in crashed.stderr, crashed.report()
-    done = len(metrics(folder))
-    assert done >= 1
-    kept = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
-    assert kept == [f"step-{done:08d}"], crashed.report()
-    completed(train(ranks, folder, *common, env={"FIXED": "1"}))
-    whole = folder / "whole"
-    whole.mkdir()
-    (whole / "broken.py").write_text(TASKS)
-    completed(train(ranks, whole, *common, env={"FIXED": "1"}))
-    assert losses(folder) == losses(whole)
 
 
 def interrupted(
