@@ -46,6 +46,7 @@ from mntrain.recorder.recording import (
     Header,
     Kind,
 )
+from mntrain.recorder.stacks import stack_of
 
 SIGN_S = 1.0  # between two signs of life
 CLOSE_S = 5.0  # for the thread that gives them, whose disk may not answer
@@ -296,17 +297,8 @@ class Recorder:
             self._write_missing()
 
     def _site_of_training(self) -> str:
-        """Return the line at which the training thread is; "" if it has ended, or goes on.
-
-        Keeps no frame: freed here while the interpreter ends, its tensors would abort the process.
-        """
-        if (frame := sys._current_frames().get(self._thread)) is None:
-            return ""
-        try:
-            stack = [(f.f_code.co_filename, line) for f, line in traceback.walk_stack(frame)]
-        except AttributeError:  # the thread has run in between: in Python 3.11, f_back is no frame
-            return ""
-        return _site_or_first(stack)
+        """Return the line at which the training thread is; "" if it has ended."""
+        return _site_or_first((file, line) for file, line, _ in stack_of(self._thread))
 
 
 def site_of(stack: Iterable[tuple[str, int | None]]) -> str:

@@ -3,18 +3,17 @@
 import os
 import select
 import signal
-import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 from mntrain.comm import engine
 from mntrain.comm.engine import ProgressEngine
 from mntrain.recorder.events import INTERNAL, LIBRARIES, read_process
 from mntrain.recorder.late_ranks import Wait
+from mntrain.recorder.stacks import stack_of
 from mntrain.watchdog.unanswered import call_for
 
 _DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd", "/debugpy/")
@@ -63,18 +62,13 @@ def own_status(
     `stalled_s`: seconds in which it has waited without progress, of which `limit` end the job.
     `network`: which nodes do not answer. `idle_s`: seconds since it took part in anything.
     """
-    frame = sys._current_frames().get(thread)
-    try:
-        walked = [*traceback.walk_stack(frame)][::-1] if frame is not None else []
-    except AttributeError:  # the thread has run in between: in Python 3.11, f_back is no frame
-        walked = []
-    places = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in walked]
+    places = stack_of(thread)[::-1]
     own = [place for place in places if not place[0].startswith(_NOT_USERS)]
     wait = _wait_of(progress, stalled_s)
     if wait is None and at_exit:
         wait = Wait(EXIT, 0, "its end", "", stalled_s)
-    shown = [pair for pair in walked if not pair[0].f_code.co_filename.startswith("<frozen")]
-    while wait is not None and shown and shown[-1][0].f_code.co_filename.startswith(_COMM):
+    shown = [place for place in places if not place[0].startswith("<frozen")]
+    while wait is not None and shown and shown[-1][0].startswith(_COMM):
         shown.pop()
     begun = {stream.name: stream.begun for stream in progress.streams}
     if wait is not None and wait.what == START:
@@ -132,15 +126,13 @@ def _wait_of(progress: ProgressEngine, stalled_s: float) -> Wait | None:
     return Wait(stream.name, ticket.number, what, ticket.site, stalled_s, root, stream.ranks)
 
 
-def _text(frames: list[tuple[FrameType, int]]) -> str:
+def _text(frames: list[tuple[str, int, str]]) -> str:
     """Return a stack with lines of source code, or without if their files cannot be read soon."""
-    codes = ((frame.f_code, line) for frame, line in frames)
-    found = [
-        "".join(f'  File "{c.co_filename}", line {line}, in {c.co_name}\n' for c, line in codes)
-    ]
+    found = ["".join(f'  File "{file}", line {line}, in {name}\n' for file, line, name in frames)]
 
     def read() -> None:
-        found.append("".join(traceback.StackSummary.extract(iter(frames)).format()))
+        summaries = [traceback.FrameSummary(*frame) for frame in frames]
+        found.append("".join(traceback.StackSummary.from_list(summaries).format()))
 
     call_for(READ_S, read)
     return found[-1]

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
 from weakref import ref
 
@@ -85,18 +84,6 @@ def test_the_thread_keeps_nothing_of_training_and_ends_at_once(opened, tmp_path)
     assert thread.is_alive()
     opened.close()
     assert not thread.is_alive()
-
-
-def test_a_stack_that_changes_while_it_is_walked_is_left_out(opened, tmp_path, monkeypatch):
-    def walk_stack(frame):  # as of a thread that has run in between, in Python 3.11
-        yield frame, frame.f_lineno
-        raise AttributeError("'code' object has no attribute 'f_lineno'")
-
-    monkeypatch.setattr(traceback, "walk_stack", walk_stack)
-    while (sign := read(tmp_path / "rank-00003.bin").sign) is None:
-        time.sleep(0.01)
-    assert sign.site == ""
-    assert opened._signs.is_alive()
 
 
 def test_the_newest_events_replace_the_oldest(recorder, tmp_path):
