@@ -11,14 +11,12 @@ from worlds import first_ranks
 import mntrain
 
 pytestmark = [
-    pytest.mark.simulated,
     # Of torch where a machine has fewer cores, and of newer Pythons at a fork beside threads.
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_load_while_collectives_run(method):
     """On two ranks; others only take longer."""
