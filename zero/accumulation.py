@@ -439,8 +439,8 @@ class Accumulation:
             hook.remove()
         self._weighing.clear()
 
-    # During backward. Autograd calls three of these also within compiled code, which must not
-    # compile them.
+    # During backward. Autograd calls those that are marked also within compiled code, which
+    # must not compile them.
 
     @_disable_dynamo
     def _weigh(self, arriving: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
@@ -641,7 +641,8 @@ class Accumulation:
                 self._take_or_keep(index, entry, scale)
             return True
         before, left = self.means, self._slots.filled
-        weighed = self.group.size * totals["squared weighed"], totals["weighed"] ** 2
+        # A rank that weighs nothing here must weigh nothing there, and has no ratio.
+        weighed = totals["weighing"] * totals["squared weighed"], totals["weighed"] ** 2
         self.means = Means(
             weight=before.weight + weight,
             scaled_by_others=totals["scaled by others"] > 0,
@@ -756,6 +757,7 @@ class Accumulation:
         )
         message.put("late", lambda: len(self._arrived.late))
         message.put("scaled by others", lambda: self.means.scaled_by_others)
+        message.put("weighing", lambda: weight.divisor > 0)
         message.put("weighed", self._ratio)
         message.put("squared weighed", lambda: self._ratio() ** 2)
         message.put_same("digest", lambda: weight.mean.digest)

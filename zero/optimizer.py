@@ -25,7 +25,7 @@ from zero.exchange.replicas import Replicas
 from zero.layout import Bucket, ParameterSpec, lay_out
 from zero.losses import note_weight
 from zero.memory import Memory
-from zero.options import Options
+from zero.options import Options, check_norm_type
 from zero.param_groups import (
     Named,
     as_groups,
@@ -304,29 +304,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
         layers, zeros = ([], []) if weight else layers_below(loss)
         # What other ranks' losses owe to this rank's samples counts, also if its own has none.
         self.accumulation.state_weight(weight, weight or float(bool(layers)))
-        if not weight and not layers:
-            # The mean over no samples is NaN, and 0 * NaN is NaN.
-            self.accumulation.pass_backward()
-            return
         noted = []
         try:
-            if weight:
-                loss = self.scale(loss)
-                nodes = [get_gradient_edge(loss).node] if loss.requires_grad else []
-                noted = note_weight(nodes, self.accumulation, weight)
-                loss.backward()
-            else:  # only what lies below layers in which other ranks wait
+            if layers:  # only what lies below layers in which other ranks wait
                 self._scale.applied = True
                 nodes = [layer.node for layer in layers]
                 noted = note_weight(nodes, self.accumulation, weight)
                 torch.autograd.backward(layers, zeros)
+            elif weight or loss.requires_grad:
+                # Without weight, too: other optimizers of the loss take part. The mean over no
+                # samples is NaN, of which the hooks of these parameters make zeros.
+                loss = self.scale(loss)
+                nodes = [get_gradient_edge(loss).node] if loss.requires_grad else []
+                noted = note_weight(nodes, self.accumulation, weight)
+                loss.backward()
         except BaseException:
             self.accumulation.interrupt()
             raise
         finally:
             for handle in noted:
                 handle.remove()
-        if self.accumulation.weight.stated:  # the loss reaches none of these parameters
+        if self.accumulation.weight.stated:  # the loss reaches no parameter, or has no graph
             self.accumulation.pass_backward()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -373,11 +371,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Scale the gradient in place so that its norm is at most `max_norm`. Collective.
 
         Returns the norm before, of the whole model, as a 0-dim fp64 tensor on the CPU. The same as
-        `torch.nn.utils.clip_grad_norm_` at stage 0. Raises ValueError for a limit below 0; if
-        limits differ, `step` raises RuntimeError on all ranks.
+        `torch.nn.utils.clip_grad_norm_` at stage 0. Raises ValueError for a limit below 0, and for
+        a `norm_type` that is not above 0; if limits differ, `step` raises RuntimeError on all
+        ranks.
         """
         if not max_norm >= 0:
             raise ValueError(f"max_norm is {max_norm!r}: give 0 or a number above")
+        check_norm_type(norm_type)
         self._means()
         norm = self._agreed_norm(norm_type)
         if max_norm < norm < math.inf:  # otherwise `step` stops or skips

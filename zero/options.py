@@ -63,8 +63,7 @@ class Options:
         check_travel_dtype("gather_dtype", self.gather_dtype)
         if self.non_finite not in ("stop", "skip"):
             raise ValueError(f"non_finite is {self.non_finite!r}: choose stop or skip")
-        if not is_positive(self.norm_type):
-            raise ValueError(f"norm_type is {self.norm_type!r}: give a number above 0, or math.inf")
+        check_norm_type(self.norm_type)
         if self.max_grad_norm is not None and not is_positive(self.max_grad_norm):
             found = self.max_grad_norm
             raise ValueError(f"max_grad_norm is {found!r}: give a number above 0, or None")
@@ -79,3 +78,9 @@ class Options:
     def skips(self) -> bool:
         """True if a step with a gradient that is not finite updates nothing."""
         return self.non_finite == "skip"
+
+
+def check_norm_type(norm_type: float) -> None:
+    """Raise ValueError for the exponent of no norm."""
+    if not is_positive(norm_type):
+        raise ValueError(f"norm_type is {norm_type!r}: give a number above 0, or math.inf")

@@ -138,7 +138,7 @@ def _is_column(sequence: Sequence[Any]) -> bool:
     """Return whether the entries of a list or tuple are those of the samples, and not fields."""
     if sequence and all(isinstance(entry, str | bytes) for entry in sequence):
         return not hasattr(sequence, "_fields")
-    if type(sequence) is tuple and all(isinstance(entry, Number) for entry in sequence):
+    if sequence and type(sequence) is tuple and all(isinstance(e, Number) for e in sequence):
         raise TypeError(
             f"a tuple of {len(sequence)} numbers may be of the samples or of the whole batch: make "
             "it a list or tensor with one number a sample, or a mapping"

@@ -40,6 +40,8 @@ def check(operation: ReduceOp.RedOpType, dtype: torch.dtype) -> None:
             f"{operation} takes no {dtype}, with which torch does not compute: give another dtype, "
             "such as torch.int64 or torch.float32"
         )
+    if operation in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_complex:
+        raise ValueError(f"{operation} takes numbers that have an order, not {dtype}")
     whole = not (dtype.is_floating_point or dtype.is_complex)
     if operation in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR) and not whole:
         raise ValueError(f"{operation} takes integers and bool, not {dtype}")

@@ -169,6 +169,26 @@ def test_a_loss_that_reaches_no_parameter_on_one_rank_counts_in_the_same_mean(ma
     assert result.grad_norm == pytest.approx(3 * (2 * RANKS - 1) / (2 * RANKS))
 
 
+@STAGES
+def test_a_loss_of_no_samples_takes_part_in_other_optimizers_too(world, make, stage):
+    losses, optimizers = zip(*(one_weight(make, stage) for _ in range(2)), strict=True)
+    data = torch.arange(1.0, RANKS, dtype=torch.float64)  # the last rank has a stand-in
+    for value in world.shard(torch.utils.data.DataLoader(data, RANKS), train=True):
+        optimizers[0].backward(sum(loss(value.item()) for loss in losses), weight=len(value))
+    for optimizer in optimizers:
+        assert optimizer.step().grad_norm == pytest.approx(RANKS / 2)
+
+
+@STAGES
+def test_a_mean_over_no_samples_makes_no_nan(make, stage):
+    loss, optimizer = one_weight(make, stage)
+    for number in range(2):
+        empty = RANK == LAST and number == 0
+        optimizer.backward(loss(math.nan if empty else 3.0), weight=0 if empty else 1)
+    result = optimizer.step()
+    assert (result.grad_norm, result.weight) == (pytest.approx(3.0), 2 * RANKS - 1)
+
+
 @modes
 def test_a_share_of_nothing_hides_a_nan(pair, mode):
     both = pair(kind=SGD, **mode)

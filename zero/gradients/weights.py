@@ -170,7 +170,8 @@ class BatchWeight:
         if self._every_micro_batch:
             return False
         if self._multiplier is not None:
-            return self._multiplier != self._base_of(self._multiplier, averages=True)
+            base = self._base_of(self._multiplier, averages=True)
+            return not self._multiplier or self._multiplier != base
         if self._alone or not self._drawn:
             return False
         batch, first = self._drawn[-1], self.mean.first

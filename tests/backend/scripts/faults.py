@@ -130,7 +130,7 @@ def refused(rank):
     wrong_tag = functools.partial(dist.send, torch.ones(3), 1 - rank, tag=-1)
     hooks = dist.BuiltinCommHookType
     in_cpp = functools.partial(model()._register_builtin_comm_hook, hooks.FP16_COMPRESS)
-    tokens = torch.ones(3, dtype=torch.uint16)
+    tokens, waves = (torch.ones(3, dtype=kind) for kind in (torch.uint16, torch.complex64))
     flags, more = torch.ones(3, dtype=torch.bool), "has sent more bytes than this rank receives"
     for call, ranks, said in (
         (lambda: dist.recv(torch.ones(3), 7), [0, 1], "rank 7 is not in a group of 2: give 0 to 1"),
@@ -139,6 +139,7 @@ def refused(rank):
         (lambda: dist.all_reduce(tokens), [0, 1], "SUM takes no torch.uint16, with which torch"),
         (wrong_tag, [0, 1], "the tag of a message is -1: give one from 0 to"),
         (lambda: dist.all_reduce(flags, dist.ReduceOp.AVG), [0, 1], "AVG takes numbers, not torch"),
+        (lambda: dist.reduce(waves, 0, dist.ReduceOp.MIN), [0, 1], "MIN takes numbers that have"),
         (in_cpp, [0, 1], "FP16_COMPRESS takes futures .*register_comm_hook"),
         (lambda: send_bytes(rank, 16, 12), [0], "16 bytes with tag 0, and this rank receives 12"),
         (lambda: send_bytes(rank, 9, 9), [], ""),

@@ -98,7 +98,7 @@ def test_a_list_of_samples_is_cut_by_sample(batch, size):
     for nest, of in [
         (batch, lambda part: part),
         ({"samples": batch, "note": "all"}, lambda part: part["samples"]),
-        ((batch, beside), lambda part: part[0]),
+        ((batch, beside, ()), lambda part: part[0]),
     ]:
         parts = [epoch_of([nest], rank, size)[0] for rank in range(size)]
         together = [sample for part, share in parts if share for sample in of(part)]

@@ -190,6 +190,15 @@ def test_bad_arguments_are_refused_and_leave_the_model_alone(stage, options, wor
     assert_same_weights(mine, theirs)
 
 
+def test_the_exponent_of_a_norm_is_above_0():
+    model = mlp()
+    optimizer = zero(model, SGD)
+    model(inputs(1)[0]).sum().backward()
+    for wrong in (0.0, -math.inf):
+        with pytest.raises(ValueError, match=f"norm_type is {wrong}"):
+            optimizer.clip_grad_norm_(1.0, norm_type=wrong)
+
+
 def twice(names):
     return [(name, nn.Parameter(torch.ones(2))) for name in names]
 
