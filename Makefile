@@ -88,8 +88,7 @@ clean:
 
 # Without compiling every module, which takes half of pip's time: what jobs import is compiled here, once.
 INSTALL = $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
-# Tests that depend on the MPI library need no compiler.
-COMPILE = $(BIN)/python -c "import mntrain.train.entry$(if $(filter test,$(TESTS)),,$(COMMA) torch._dynamo)"
+COMPILE = $(BIN)/python -c "import mntrain.train.entry, torch._dynamo"
 
 # The pip of Python 3.11 takes twice as long for all packages as the one of the tested set.
 $(VENV)/.made:
@@ -103,10 +102,8 @@ $(VENV)/.ready: $(VENV)/.made pyproject.toml constraints.txt
 	@$(COMPILE)
 	@touch $@
 
-# TESTS=test installs what the tests that depend on the MPI library need, and no more.
-TESTS ?= dev
 $(VENV)/.ready-dev: $(VENV)/.made pyproject.toml constraints.txt
-	$(INSTALL) --editable "$(call package,$(TESTS) $(WHEEL))"
+	$(INSTALL) --editable "$(call package,dev $(WHEEL))"
 	@$(COMPILE)
 	@touch $@ $(VENV)/.ready
 

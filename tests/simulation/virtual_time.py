@@ -8,12 +8,15 @@ more, the run ends at once with a `DeadlockError`.
 from __future__ import annotations
 
 import heapq
+import os
 import random
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 YIELDS = 3  # pauses of no length after which a thread waits for something to happen
 POLL_S = 0.5e-6  # virtual time of a test that finds nothing
@@ -110,6 +113,26 @@ def in_simulation() -> bool:
     return hasattr(_of_thread, "current")
 
 
+@contextmanager
+def _on_one_core() -> Iterator[None]:
+    """Let the calling thread, and those that it starts, run on one core, another in each worker.
+
+    One of them runs at a time, and to wake one on another core takes several times as long. They
+    are told of all cores, as ranks are that are processes.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    worker = os.environ.get("PYTEST_XDIST_WORKER", f"gw{os.getpid()}").removeprefix("gw")
+    with mock.patch.object(os, "sched_getaffinity", return_value={*cores}):
+        os.sched_setaffinity(0, {cores[int(worker) % len(cores)]})
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, cores)
+
+
 # What is to happen: at which time, a random number that orders those of one time, another that
 # makes it unique, and a function; of a look, also the thread and the number of its wait.
 Event = tuple[float, float, int, Callable[[], None], tuple[Thread, int] | None]
@@ -155,6 +178,12 @@ class VirtualTime:
 
         Raises DeadlockError, and the error of a thread.
         """
+        with _on_one_core():
+            self._run_and_end(programs)
+        if self.error is not None:
+            raise self.error
+
+    def _run_and_end(self, programs: Sequence[Callable[[], object]]) -> None:
         self._main = [
             Thread(program, "program", time=self, rank=rank)
             for rank, program in enumerate(programs)
@@ -169,8 +198,6 @@ class VirtualTime:
             for thread in threads:
                 thread.leave()
         self._give_turn(None)
-        if self.error is not None:
-            raise self.error
 
     def note(self, rank: int, *words: Any) -> None:
         """Add an event to the trace."""
