@@ -23,7 +23,7 @@ import importlib.machinery
 import os
 import signal
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 
 def write_stacks_on_signal() -> None:
@@ -92,8 +92,16 @@ class CompilerStandIn(StandIn):
         return call
 
 
-META = "torch._meta_registrations"
-STAND_INS = {"torch._dynamo": CompilerStandIn, META: StandIn}
+class CheckpointStandIn(StandIn):
+    """What world.optimizer guards of torch.distributed.checkpoint, until a script imports it."""
+
+    state_dict = SimpleNamespace(_get_optim_state_dict=print, _load_optim_state_dict=print)
+    state_dict_loader = SimpleNamespace(_load_state_dict=print)
+    state_dict_saver = SimpleNamespace(_save_state_dict=print)
+
+
+META, CHECKPOINT = "torch._meta_registrations", "torch.distributed.checkpoint"
+STAND_INS = {"torch._dynamo": CompilerStandIn, META: StandIn, CHECKPOINT: CheckpointStandIn}
 # Besides what is in it: what torch imports for META alone, or uses models without memory.
 NEED = {"torch._decomp": META, "torch._prims": META, "torch._refs": META}
 NEED |= {"torch.utils._content_store": META, "mntrain.train.plan.job_plan": META}
@@ -108,7 +116,8 @@ class Finder:
             spec = importlib.machinery.PathFinder.find_spec(name, path)
             spec.loader = (TorchLoader if name == "torch" else StandInLoader)(spec.loader)
             return spec
-        needed = NEED.get(name) or ".".join(name.split(".")[:2])
+        parents = (name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1))
+        needed = NEED.get(name) or next((parent for parent in parents if parent in STAND_INS), "")
         module = sys.modules.get(needed) if needed in STAND_INS else None
         if isinstance(module, StandIn):
             module.load()
