@@ -25,6 +25,8 @@ hypothesis.settings.register_profile("all", deadline=None)
 
 MPI_TESTS = Path(__file__).parent / "mpi"
 CLUSTER_TESTS = Path(__file__).parent / "cluster"
+# Mostly of real time that passes: these run first, beside whatever else computes.
+WAITING = [Path(__file__).parent / "unit" / name for name in ("launch", "run", "watchdog")]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,6 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in quick]
     if not any("::" in argument for argument in config.args):
         keep_few(config, items)
+    items.sort(key=lambda item: not any(map(item.path.is_relative_to, WAITING)))
 
 
 def is_quick(config: pytest.Config, item: pytest.Item) -> bool:

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.thorough]
 
 TASK = f"""{LATE}
 class Dies(Late):
-    at = 20  # of two in each step
+    at = 10  # of two in each step
     def broken(self, model, batch):
         os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -21,7 +21,7 @@ class Dies(Late):
 def test_a_job_goes_on_from_copies_after_a_node_was_started_anew(make_cluster, tmp_path):
     (tmp_path / "dies.py").write_text(TASK)
     local = Path("/dev/shm/mntrain-test")
-    options = ["--task", "dies:Dies", "--train.steps", "14", "--zero.stage", "1"]
+    options = ["--task", "dies:Dies", "--train.steps", "8", "--zero.stage", "1"]
     saves = ["--checkpoint.local", str(local), "--checkpoint.local-every", "1"]
     with make_cluster(ranks=(1, 1), link=None) as cluster:
 
@@ -43,5 +43,5 @@ def test_a_job_goes_on_from_copies_after_a_node_was_started_anew(make_cluster, t
         for host in (first, second):
             assert on(host, "find", local).split() == [str(local)]
     # Sums in another order: fp32 rounding, grown over the steps.
-    alone = losses_alone("--train.steps", "14")
+    alone = losses_alone("--train.steps", "8")
     assert losses(tmp_path) == pytest.approx(alone, rel=2e-4)

@@ -250,8 +250,8 @@ ENDED = r"mntrain: rank 1 of \d on \S+ failed:\n(.*\n)*.*DataLoader worker .* (i
     [
         pytest.param("hang", 1, HUNG, id="hang"),
         pytest.param("killed", 2, LOST, id="killed"),
-        pytest.param("continues", 0, APART, id="continues"),
-        pytest.param("dead worker", 1, ENDED, id="dead worker", marks=pytest.mark.thorough),
+        pytest.param("continues", 0, APART, id="continues", marks=pytest.mark.exhaustive),
+        pytest.param("dead worker", 1, ENDED, id="dead worker", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_fault_is_reported_once_with_its_rank(tmp_path, kind, stage, report):

@@ -175,7 +175,6 @@ def test_ranks_that_wake_their_threads_at_different_times_do_not_block_each_othe
         way.arena.clear()
 
 
-@pytest.mark.both
 @pytest.mark.parametrize("layout", VIRTUAL[-2:])
 def test_more_pieces_than_there_are_tags(ways, monkeypatch, layout):
     monkeypatch.setattr(engine, "CHUNK_TAGS", 16)
@@ -186,7 +185,6 @@ def test_more_pieces_than_there_are_tags(ways, monkeypatch, layout):
         run(way.world, several)
 
 
-@pytest.mark.both
 @pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
 def test_a_message_that_is_longer_than_mpi_can_count(ways, monkeypatch, algorithm, layout):
     monkeypatch.setattr(mpi, "MESSAGE_BYTES", 3333)  # cuts through elements

@@ -63,8 +63,8 @@ def odd(world, usual, other):
     [
         lambda index: (torch.ones(3) * index, str(index)),
         lambda index: torch.rand(5) + random.random(),
-        pytest.param(lambda index: os.urandom(8), marks=pytest.mark.thorough),
-        pytest.param(lambda index: next(CALLS), marks=pytest.mark.thorough),
+        pytest.param(lambda index: os.urandom(8), marks=pytest.mark.exhaustive),
+        pytest.param(lambda index: next(CALLS), marks=pytest.mark.exhaustive),
         lambda index: 1 / 0,
     ],
     ids=["constant", "random", "by the system", "by calls", "failing"],

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.simulated
 
 ITEM = 4  # bytes of an fp32 element
 PIECE = AlgorithmChoice("lanes").chunk_bytes
-SIZES = [0, 1, 7, 1003, 4096, 9001, 70001]
+SIZES = [0, 1, 7, 9001, 70001]
 
 
 @pytest.fixture
@@ -285,7 +285,6 @@ def test_a_node_sends_messages_where_a_tensor_lies_out_of_reach_and_others_do_no
         assert cost(world, algorithm, verb, tensor) == expected, f"{algorithm}, {verb}"
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("algorithm", "layout"), EVERY_WORLD)
 def test_every_transfer_is_accounted_for_with_bounds(costs, algorithm, layout):
     world, _ = costs(layout)
@@ -300,8 +299,7 @@ def test_every_transfer_is_accounted_for_with_bounds(costs, algorithm, layout):
         assert found == expected, f"{verb} of {shards}"
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("piece_bytes", [2000, 16384])
+@pytest.mark.parametrize("piece_bytes", [600, 16384])
 @pytest.mark.parametrize(
     ("algorithm", "layout"),
     [("naive", None), ("flat", VIRTUAL[-1]), *product(["leader", "lanes"], VIRTUAL)],
@@ -310,7 +308,7 @@ def test_pieces_and_long_messages_go_as_several(costs, monkeypatch, algorithm, l
     monkeypatch.setattr(mpi, "MESSAGE_BYTES", 1000)
     world, arena = costs(layout)
     for verb, root in VERBS:
-        for numel, place in [(1003, "shared"), (9001, "plain")]:
+        for numel, place in [(403, "shared"), (2003, "plain")]:
             arena.clear()
             tensor = arena.tensor(numel, torch.float32, place).zero_()
             found = cost(world, algorithm, verb, tensor, piece_bytes=piece_bytes, root=root)

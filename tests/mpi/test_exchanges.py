@@ -106,7 +106,7 @@ def test_nodes_train_as_replicas_in_one_process_do(*, world, make, cut, kind, sy
     replicas, exact = kind(model, sync, ADAMW, NODES), kind is Means
     optimizer = (cut if exact else make)(model, sync=sync, stage=stage)
     tolerance = EXACT if exact else 1e-9
-    for step in range(14):
+    for step in range(9):
         replicas.step(step)
         take_step(world, model, optimizer, step)
         optimizer.wait_for_parameters()
@@ -115,23 +115,21 @@ def test_nodes_train_as_replicas_in_one_process_do(*, world, make, cut, kind, sy
         assert optimizer.in_sync == (len(set(together)) == 1)
         assert optimizer.in_sync == (step < 2 or step % 3 == 1)
         assert not differing_ranks(together, world.topology.nodes)
-        if step in (4, 7, 10, 13) and not exact:  # in the warm-up there is no outer state
+        if step in (4, 7) and not exact:  # in the warm-up there is no outer state
             assert_equal_between_nodes(world, optimizer, EXCHANGED)
-    before, in_sync = model_digest(model), optimizer.in_sync
+    before = model_digest(model)
     with optimizer.averaged() as differing:
-        assert differing != in_sync
+        assert differing  # the last step is between exchanges
         assert len(set(digests(world, model))) == 1
         for index, parameter in enumerate(model.parameters()):
             mean = replicas.mean(index)
             torch.testing.assert_close(parameter.detach(), mean, rtol=tolerance, atol=tolerance)
-        if differing:
-            with pytest.raises(RuntimeError, match="call this after the block"):
-                optimizer.step()
+        with pytest.raises(RuntimeError, match="call this after the block"):
+            optimizer.step()
     assert model_digest(model) == before
-    if not in_sync:
-        optimizer.exchange()
-        with torch.no_grad():
-            replicas.exchange_now()
+    optimizer.exchange()
+    with torch.no_grad():
+        replicas.exchange_now()
     assert optimizer.in_sync
     assert_close(model, replicas.models[0], tolerance)
     assert len(set(digests(world, model))) == 1
@@ -181,7 +179,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(folder, sync, stage,
     "then",
     [
         LocalSGD(3),
-        DiLoCo(2, 9),
+        DiLoCo(2, 7),
         pytest.param(SPARSE, marks=pytest.mark.exhaustive),
         None,
     ],
@@ -193,10 +191,10 @@ def test_a_checkpoint_between_exchanges_continues_with_another_schedule(folder, 
         run(world, folder, 1, saved, 6, now=6)
     with init(ranks_per_node=PER_NODE) as world:
         model, optimizer = run(world, folder, 1, then, 6)
-        for step in range(6, 14):
+        for step in range(6, 11):
             take_step(world, model, optimizer, step)
             assert optimizer.in_sync == (len(set(digests(world, model))) == 1)
-            if step > 10 and isinstance(then, DiLoCo | SparseLoCo):  # after the warm-up
+            if step > 8 and isinstance(then, DiLoCo | SparseLoCo):  # after the warm-up
                 assert_equal_between_nodes(world, optimizer, EXCHANGED)
         optimizer.exchange()
         assert len(set(digests(world, model))) == 1

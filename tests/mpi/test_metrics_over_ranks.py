@@ -99,7 +99,8 @@ def test_a_metric_is_that_of_one_process_over_all_samples(world, name):
     data = scores(RANKS + 2)
     loader = DataLoader(data, batch_size=RANKS + 1)  # of the second batch, most ranks have nothing
     alone, ours = make(), world.metric(make())
-    for metric in (ours, copy.deepcopy(ours)):
+    copied = [copy.deepcopy(ours)] if name in ("collection", "lists") else []
+    for metric in (ours, *copied):
         for _ in range(2):  # the second time after reset
             metric.reset()
             alone.reset()

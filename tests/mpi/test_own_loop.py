@@ -148,7 +148,7 @@ def test_a_closed_world_has_removed_old_checkpoints(folder, monkeypatch):
     [
         signal.SIGTERM,
         pytest.param(signal.SIGUSR1, marks=pytest.mark.exhaustive),
-        pytest.param(signal.SIGINT, marks=pytest.mark.thorough),
+        pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_signal_on_one_rank_stops_all_ranks_after_the_same_step(folder, number):
@@ -506,7 +506,7 @@ def bare(world):
     return {"model": model, "optimizer": world.optimizer(model, torch.optim.SGD, lr=0.1)}
 
 
-@pytest.mark.parametrize("divided", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("divided", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_loop_that_is_resumed_on_other_data_of_the_same_size_warns(folder, monkeypatch, divided):
     said = []
     monkeypatch.setattr("mntrain.output.print_warning", said.append)

@@ -80,7 +80,7 @@ def programs(most_streams: int) -> st.SearchStrategy[Program]:
     )
 
 
-@searched(25)
+@searched(15)
 @given(programs(most_streams=3))
 def test_every_rank_has_every_result(program):
     calls = program.draw()
@@ -121,7 +121,7 @@ NEAR = Program(
 )
 
 
-@searched(25)
+@searched(15)
 @given(programs(most_streams=1), st.integers(0, 6), st.sampled_from(SPOILS))
 @example(NEAR, 0, "repeats")
 def test_a_rank_that_calls_otherwise_is_an_error_on_every_rank(program, odd, kind):

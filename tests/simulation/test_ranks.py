@@ -6,8 +6,8 @@ Of these files, mpirun runs the tests that are also marked `both` or `processes`
 import pytest
 import sessions
 
-# Quick tests, on three ranks; of collectives, those under mpirun and in random programs are.
-QUICK = ("disagreement", "wire", "world")
+# Quick tests, on three ranks; others show collectives under mpirun and in random programs.
+QUICK = ("disagreement", "world")
 # With --all alone: other tests show most of what they do.
 RARE = ("cadence", "default_device")
 RARE += ("parameter_kinds", "plan", "rank_clipping", "rare_jobs", "stage_model")

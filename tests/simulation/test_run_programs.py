@@ -177,7 +177,7 @@ def runs():
 
 
 @pytest.mark.thorough
-@searched(12)
+@searched(9)
 @given(runs())
 def test_every_start_goes_on_from_what_is_left_and_ends_as_an_undisturbed_run(run):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:

@@ -43,7 +43,8 @@ def kernels(request, tmp_path_factory):
         return SimpleNamespace(add=sums, device="cpu", sizes=FEW, counts=[1, 3, 4], own=True)
     sums = cupy_kernels().add if request.param == "cupy" else add
     device = "cpu" if request.param == "torch" else ON
-    return SimpleNamespace(add=sums, device=device, sizes=SIZES, counts=[1, 2, 3, 5], own=False)
+    sizes = [*FEW, 20_003] if request.param == "torch" else SIZES
+    return SimpleNamespace(add=sums, device=device, sizes=sizes, counts=[1, 2, 3, 5], own=False)
 
 
 def cupy_kernels():

@@ -587,8 +587,8 @@ def main():
     torch.set_default_device(sys.argv[1] if len(sys.argv) > 1 else "cpu")
     own, size = dist.get_rank(), dist.get_world_size()
     everything = list(range(size))
-    groups = [everything, [0, size - 1], everything[1:]] if size > 1 else [everything]
-    groups += [[*everything[2:], 0]] if size > 2 else []  # not in the order of ranks
+    groups = [everything, everything[1:]] if size > 1 else [everything]
+    groups += [[*everything[2:], 0]] if size > 1 else []  # from 3 on, not in the order of ranks
     tests = [test for name, test in globals().items() if name.startswith("test_")]
     for ranks in groups:
         if len(set(ranks)) < len(ranks):

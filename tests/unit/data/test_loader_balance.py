@@ -70,7 +70,10 @@ def whole(by_rank, number):
     return samples, [tuple(share for _, share in row) for row in rows]
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("indexed", 0), ("cut", 0), ("indexed", 2)])
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [("indexed", 0), ("cut", 0), pytest.param("indexed", 2, marks=pytest.mark.thorough)],
+)
 def test_parts_follow_speeds_and_the_order_of_samples_stays(kind, workers):
     warnings = []
     by_rank = parts_by_rank([1.0, 2.0], kind, passes=2, workers=workers, warnings=warnings)

@@ -493,7 +493,7 @@ def test_batches_beyond_the_length_of_a_loader_are_not_lost():
     assert parts.epoch == 1
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.thorough)])
 def test_behind_the_end_of_a_stream_without_a_length_the_pass_is_empty(workers):
     method = {"multiprocessing_context": "fork"} if workers else {}
     parts = sharded(DataLoader(Stream(6), batch_size=3, num_workers=workers, **method))

@@ -67,7 +67,7 @@ def holding(order, sample):
     raise AssertionError
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("dataset", "collate", "phase", "all_of_it"),
     [

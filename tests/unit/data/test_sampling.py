@@ -204,7 +204,12 @@ def test_shuffled_batches_of_any_number_of_samples_take_no_memory_of_all():
 
 @pytest.mark.parametrize(
     ("size", "workers"),  # of 11 ranks some have no sample
-    [(1, (1, "spawn")), (3, (0, "spawn")), (3, (2, "fork")), (11, (2, "fork"))],
+    [
+        pytest.param(1, (1, "spawn"), marks=pytest.mark.thorough),
+        (3, (0, "spawn")),
+        pytest.param(3, (2, "fork"), marks=pytest.mark.thorough),
+        (11, (2, "fork")),
+    ],
 )
 def test_batches_are_the_plans_micro_batches_over_epochs(size, workers):
     order = SampleOrder(samples=23, batch_size=9, seed=1)
@@ -249,7 +254,9 @@ def test_random_draws_of_a_sample_do_not_depend_on_the_loading_rank():
         assert part == {key: one for key, one in whole.items() if key[0] >= start}
 
 
-@pytest.mark.parametrize("workers", [(0, "spawn"), (2, "fork")])
+@pytest.mark.parametrize(
+    "workers", [(0, "spawn"), pytest.param((2, "fork"), marks=pytest.mark.thorough)]
+)
 def test_validation_visits_the_whole_dataset_once(workers):
     seen = []
     for rank in range(3):

@@ -175,7 +175,13 @@ def test_whole_streams_make_the_same_global_batches_everywhere(size, workers):
     assert run(partial(loader, Parted(0), workers), size, epoch) == [[]] * size
 
 
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("workers", "persistent"),
+    [
+        (0, False),
+        *(pytest.param(2, kept, marks=pytest.mark.thorough) for kept in (False, True)),
+    ],
+)
 def test_every_epoch_of_a_shuffling_stream_has_its_own_order(workers, persistent):
     def two_epochs(parts, log):
         random.seed(parts._shards.rank)
@@ -200,11 +206,12 @@ def test_every_epoch_of_a_shuffling_stream_has_its_own_order(workers, persistent
 @pytest.mark.parametrize(
     ("kind", "size", "workers"),
     [
-        *((kind, 3, workers) for kind in (Parted, Empty, Ranged) for workers in (0, 2)),
-        *((kind, 1, 2) for kind in (Uneven, Ranged)),
+        *((kind, 3, 0) for kind in (Parted, Empty, Ranged, PartedSeekable)),
         (Uneven, 3, 2),
-        (PartedSeekable, 3, 0),
-        (Parted, 1, 0),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in [*((kind, 3, 2) for kind in (Parted, Empty, Ranged)), (Ranged, 1, 2)]
+        ),
     ],
 )
 def test_streams_of_their_own_give_each_sample_once(kind, size, workers):
@@ -255,7 +262,7 @@ class Drawing(Entire):
             yield here, random.random(), np.random.random(), float(torch.rand(()))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", WORKERS)
 def test_readers_of_their_own_streams_draw_unlike_random_numbers(workers):
     def batches(parts, log):
         return [
@@ -302,7 +309,7 @@ def continued(make, size, state):
         (Buffered, (1, 1)),
     ],
 )
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", WORKERS)
 def test_a_stream_is_resumed_behind_the_last_batch(kind, sizes, workers):
     make = partial(loader, kind(29), workers)
     expected, states = global_batches(run(make, sizes[0], epoch)), states_behind(make, sizes[0])

@@ -105,6 +105,7 @@ def test_tensorboard_has_numbers_that_are_not_finite_and_the_options(tmp_path):
     assert b'    task = "lm"' in text
 
 
+@pytest.mark.thorough
 def test_tensorboard_has_each_step_of_a_resumed_run_once(tmp_path):
     write(tmp_path, BOARD, *(line(step, loss=1.0) for step in range(1, 7)))
     rewind(tmp_path, 4)

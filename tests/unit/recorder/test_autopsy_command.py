@@ -87,6 +87,7 @@ def test_a_large_job_fits_a_screen(tmp_path, capsys):
         recorder.open(tmp_path / "recorder", "job")
         recorder.begin_phase("forward", rank)
         recorder.leave_to_parent()
+        recorder.close()  # records no end any more
     assert autopsy.run([str(tmp_path)]) == 1
     assert len(capsys.readouterr().out.splitlines()) < 40
 

@@ -193,6 +193,7 @@ def test_an_error_has_the_innermost_line_of_the_user_and_its_phase_does_not_end(
         recorder.error_raised(error)
         line = error.__traceback__.tb_lineno
     *phases, event = events(tmp_path, 0)
+    recorder.close()
     begins, ends = Kind.PHASE_BEGINS, Kind.PHASE_ENDS
     assert [(e.kind, e.name) for e in phases] == [
         *((kind, "data") for kind in (begins, ends)),

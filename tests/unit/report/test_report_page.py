@@ -67,6 +67,7 @@ def page(*words: object) -> Page:
     return found
 
 
+@pytest.mark.thorough
 def test_a_page_has_all_of_a_run_and_nothing_from_outside_is_markup(tmp_path):
     run = make(tmp_path / OUTSIDE.replace("/", "_"), slow=3)
     found = page(run)
@@ -230,6 +231,7 @@ def test_the_running_mean_weights_recent_values_and_skips_missing_ones():
     assert charts.running_mean(values[:30]) is None
 
 
+@pytest.mark.thorough
 def test_charts_are_files_on_request(tmp_path):
     own_loop(tmp_path / "own")
     page(tmp_path / "own", "--svg", tmp_path / "charts", "--output", tmp_path / "own.html")

@@ -53,6 +53,8 @@ def test_a_new_directory_belongs_to_one_job_alone(tmp_path, monkeypatch):
     assert names(tmp_path / "runs") == sorted(
         f"{one.path.name}{end}" for one in made for end in ("", "/.lock")
     )
+    for one in made:
+        one.close()
 
 
 def test_a_refused_job_leaves_nothing_but_what_was_there(tmp_path):

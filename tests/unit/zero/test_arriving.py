@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import sys
 import threading
 from itertools import cycle
 from types import SimpleNamespace
@@ -213,21 +214,36 @@ def expect_equal(stage, read, prepare=None):
         assert torch.equal(p, q)
 
 
+COMPILERS = ("compiled", "exported")  # their import takes seconds
+
+
 @pytest.fixture(autouse=True)
 def no_compiler(request):
-    torch.compiler.reset()
+    forget_compiled()
     yield
-    torch.compiler.reset()
+    forget_compiled()
     if "compiled" in request.node.name:
         gc.collect()  # takes long, where many modules are imported
 
 
-@pytest.mark.parametrize(("name", "stage"), [*zip(READS, cycle((1, 2)), strict=False)])
+def forget_compiled():
+    if "torch._dynamo.eval_frame" in sys.modules:  # else this would import the compiler
+        torch.compiler.reset()
+
+
+def marked(name, *others):
+    marks = [pytest.mark.thorough] if name.startswith(COMPILERS) else []
+    return pytest.param(name, *others, marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [marked(*each) for each in zip(READS, cycle((1, 2)), strict=False)]
+)
 def test_a_read_waits(name, stage):
     expect_equal(stage, READS[name])
 
 
-@pytest.mark.parametrize("name", PREPARED)
+@pytest.mark.parametrize("name", [*map(marked, PREPARED)])
 def test_what_was_made_before_the_optimizer_waits(name):
     if "compiled" in name:
         compiled = AfterStep(1, overlap=True, prepare=PREPARED[name])
