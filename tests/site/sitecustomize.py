@@ -95,9 +95,9 @@ class CompilerStandIn(StandIn):
 class CheckpointStandIn(StandIn):
     """What world.optimizer guards of torch.distributed.checkpoint, until a script imports it."""
 
-    state_dict = SimpleNamespace(_get_optim_state_dict=print, _load_optim_state_dict=print)
-    state_dict_loader = SimpleNamespace(_load_state_dict=print)
-    state_dict_saver = SimpleNamespace(_save_state_dict=print)
+    state_dict = SimpleNamespace(_get_optim_state_dict=None, _load_optim_state_dict=None)
+    state_dict_loader = SimpleNamespace(_load_state_dict=None)
+    state_dict_saver = SimpleNamespace(_save_state_dict=None)
 
 
 META, CHECKPOINT = "torch._meta_registrations", "torch.distributed.checkpoint"

@@ -92,24 +92,23 @@ def test_an_error_for_want_of_a_process_group_gets_advice_once(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_saves_on_other_ranks_are_refused_while_the_world_is_open(tmp_path):
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint import async_save, load, save, state_dict_saver
 
     state, before = {"x": torch.ones(3)}, state_dict_saver._save_state_dict
     with ExitStack() as guards:
         guard_torch_checkpoints(guards, rank=1)
         with pytest.raises(RuntimeError, match="save on rank 1 as a single process"):
-            dcp.save(state, checkpoint_id=tmp_path)
+            save(state, checkpoint_id=tmp_path)
         with pytest.raises(RuntimeError, match=r"use world\.checkpoints"):
-            dcp.async_save(state, checkpoint_id=tmp_path).result()
+            async_save(state, checkpoint_id=tmp_path).result()
         assert not list(tmp_path.iterdir())
     assert state_dict_saver._save_state_dict is before
-    dcp.save(state, checkpoint_id=tmp_path)
+    save(state, checkpoint_id=tmp_path)
     with ExitStack() as guards:
         guard_torch_checkpoints(guards, rank=0)
-        dcp.save(state, checkpoint_id=tmp_path / "of the master")
+        save(state, checkpoint_id=tmp_path / "of the master")
         loaded = {"x": torch.zeros(3)}
-        dcp.load(loaded, checkpoint_id=tmp_path)
+        load(loaded, checkpoint_id=tmp_path)
     assert loaded["x"].tolist() == [1, 1, 1]
 
 
@@ -129,7 +128,7 @@ def test_guards_of_worlds_may_end_in_any_order():
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.filterwarnings("ignore:You are using .torch.load.:FutureWarning")
 def test_the_part_of_a_state_that_one_rank_has_is_neither_saved_nor_loaded(tmp_path):
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import load, save
 
     def trained(collectives, value):
         model = nn.Linear(3, 2)
@@ -148,12 +147,12 @@ def test_the_part_of_a_state_that_one_rank_has_is_neither_saved_nor_loaded(tmp_p
         guard_torch_checkpoints(guards, rank=0)
         for state in ({"all": [{"optimizer": optimizer.state_dict()}]}, {"optimizer": optimizer}):
             with pytest.raises(RuntimeError, match=rf"cannot save .*{words}"):
-                dcp.save(state, checkpoint_id=tmp_path)
+                save(state, checkpoint_id=tmp_path)
             with pytest.raises(RuntimeError, match=rf"cannot load .*{words}"):
-                dcp.load(state, checkpoint_id=tmp_path)
+                load(state, checkpoint_id=tmp_path)
         assert not list(tmp_path.iterdir())
-        dcp.save({"optimizer": alone.full_state_dict()}, checkpoint_id=tmp_path / "whole")
-        dcp.load(whole, checkpoint_id=tmp_path / "whole")
+        save({"optimizer": alone.full_state_dict()}, checkpoint_id=tmp_path / "whole")
+        load(whole, checkpoint_id=tmp_path / "whole")
     for name, state in alone.full_state_dict()["state"].items():
         for key, value in state.items():
             assert torch.equal(whole["optimizer"]["state"][name][key], value)
