@@ -7,7 +7,6 @@ A simulated world has no watchdog and no checks of its host, and leaves the inte
 
 from __future__ import annotations
 
-import resource
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -28,14 +27,6 @@ from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
 
 LIBRARY = MpiLibrary("simulated", "serialized", "simulated")
-
-
-def _peak_memory() -> int:
-    """Return the largest resident size of the process of all ranks, in bytes.
-
-    The kernel walks all pages of a process to tell how many of them others have mapped: 10 ms.
-    """
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class _NoWatchdog:
@@ -89,7 +80,6 @@ class SimulatedWorlds(SimulatedRanks):
             patch.setattr(mntrain.world, name, lambda *given: None)
         patch.setattr(mntrain.ranks, "limited_start", lambda *limits: nullcontext())
         patch.setattr(mntrain.ranks, "start_mpi", self._start_mpi)
-        patch.setattr(mntrain.ranks, "peak_memory", _peak_memory)
         patch.setattr(mntrain.ranks, "ExceptionWatch", _NoWatch)
         patch.setattr(mpi, "unlink_segments", lambda met: None)
 
