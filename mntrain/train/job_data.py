@@ -128,7 +128,8 @@ class JobData:
     ) -> Generator[Sequence[Any]]:
         """Yield the micro-batches of all of so many ranks in each of the first steps. Local.
 
-        `reorder` puts them, as lists of samples, in another order. Not of a stream.
+        `reorder` puts them, as lists of samples, in another order, or divides them in another way.
+        Not of a stream.
         """
         order, most = self._at(1), self._options.micro_batch_size
         train = self.datasets["training"]
@@ -137,7 +138,7 @@ class JobData:
             dataset = sampling.SeededDataset(train, order.seed, self._options)
             self.sizes = (sum(map(len, parts)),) * 2
             chosen = reorder(parts) if reorder else parts
-            yield [dataset.__getitems__([(step, sample) for sample in p])[0] for p in chosen]
+            yield [dataset.micro_batch([(step, sample) for sample in p]) for p in chosen]
 
     @property
     def validation_sets(self) -> list[str]:
