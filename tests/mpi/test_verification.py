@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import mntrain
 from mntrain.errors import AgreedError
 from mntrain.options.config import CommConfig, Config, DataConfig, ModelConfig, TrainConfig
-from mntrain.tasks import Loss
+from mntrain.tasks import Loss, Task
 from mntrain.tasks.lm import LanguageModel
 from mntrain.train.verify.verify_command import parse, run, verify_task
 
@@ -308,6 +308,20 @@ class WrongCount(LanguageModel):
         return Loss(loss.mean * len(batch) / self.config.train.batch_size, loss.count)
 
 
+class Points(Task):
+    """A regression whose loss has the dtype of the model."""
+
+    def model(self):
+        return nn.Linear(6, 3)
+
+    def dataset(self, split):
+        return LinePoints() if split == "train" else None
+
+    def loss(self, model, batch):
+        x, y = (part.to(next(model.parameters()).dtype) for part in batch)
+        return Loss(functional.mse_loss(model(x), y), len(x))
+
+
 class InOrder(IterableDataset):
     """The samples of a dataset, in their order."""
 
@@ -343,6 +357,13 @@ def job(folder: Path, task: str, **more) -> Config:
 def test_a_job_that_is_right_passes(tmp_path, task, wire_dtype):
     comm = CommConfig(ranks_per_node=1, wire_dtype=wire_dtype)
     verdict = verify_task(job(tmp_path, task, comm=comm))
+    assert verdict.right, verdict.text
+
+
+@pytest.mark.exhaustive
+def test_a_job_whose_losses_are_rounded_to_16_bits_passes():
+    train = TrainConfig(batch_size=16, precision="bf16-pure")
+    verdict = verify_task(Config(task=f"{__name__}:Points", device="cpu", train=train))
     assert verdict.right, verdict.text
 
 

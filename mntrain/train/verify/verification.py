@@ -15,8 +15,6 @@ trained on the same samples.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import torch
-
 from mntrain.alike.naming import by_value, first_names, naming, odd_ranks
 from mntrain.comm import mpi
 from mntrain.errors import AgreedError, combined_refusals
@@ -147,8 +145,7 @@ def _run_alone(run: Run, options: dict[str, Any]) -> tuple[list[RecordedRun], st
             first.record(run, world, 0)
             if wrong := _nothing(first):
                 return alone, wrong
-            eps = max(torch.finfo(p.dtype).eps for p in first.start.values())
-            eps = max(eps, first.autocast, _ROUNDING[options.get("wire_dtype", "fp32")])
+            eps = max(first.rounding, _ROUNDING[options.get("wire_dtype", "fp32")])
             for order in range(1, ORDERS + 1):
                 world.order = order
                 alone.append(other := RecordedRun(first, jitter=eps))
