@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mntrain.train.verify.recorded_steps import RecordedRun, RecordedStep
+from mntrain.train.verify.recorded_steps import Distance, RecordedRun, RecordedStep
+from mntrain.train.verify.verification import _wrong
 
 DTYPES = {"layer": torch.bfloat16, "head": torch.float32}
 
@@ -42,3 +43,12 @@ def test_a_loss_is_rounded_as_what_it_is_computed_in(dtype, autocast, rounding):
     other = RecordedRun(first)
     other.record(run, world, 0)
     assert other.steps[0].distances == {"loss": (0.25, rounding)}
+
+
+@pytest.mark.parametrize("name", ["loss", "whole gradient", "weights of layer"])
+def test_a_wrong_update_says_nothing_about_the_loss(name):
+    run = RecordedRun(RecordedRun(keeps=True))
+    run.steps = run.first.steps = [RecordedStep(distances={name: Distance(0.5, 1e-7)})]
+    said = _wrong(run, iter([{}]), "; is Loss.count right?")
+    assert said.startswith(f"in step 1, the difference in the {name} is 5.0e-01, ")
+    assert said.endswith("Loss.count right?") != name.startswith("weights")
