@@ -87,7 +87,6 @@ class Trainer:
                 with errors_stop(self._world, step):
                     record = self._evaluate_if_due(self.train_step(step))
                 result.last = record
-                job.data.step_completed()
                 job.metrics.write(record.to_json())
                 job.display.step(record)
                 self._asked = job.task.on_step(record) or self._asked

@@ -125,14 +125,3 @@ def test_micro_batches_that_are_divided_otherwise_have_all_samples_of_the_step()
     for one, others in batches:
         assert len(one[0]) == 1
         assert sorted([*one[0].tolist(), *others[0].tolist()]) == [0, 1, 2, 3, 4]
-
-
-def test_the_state_of_a_stream_is_that_behind_the_last_completed_step():
-    data = data_of(world_of(), Unending())
-    for step, batch in enumerate(data.batches(0, 3), 1):
-        assert int(batch[0][0]) == 32 * (step - 1)
-        assert data.position(step) == (0, step - 1)  # which changes nothing that is saved
-        assert data.state_dict()["batches"] == step - 1
-        data.step_completed()
-        assert data.position(step) == (0, step)
-        assert data.state_dict()["batches"] == step
