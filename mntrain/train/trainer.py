@@ -62,6 +62,7 @@ class Trainer:
         with job.directory, ExitStack() as at_end, job.display:
             at_end.callback(gc.unfreeze)
             at_end.callback(job.metrics.abandon)
+            job.metrics.open()
             self._stop_requested()
             describe_job(self._world, job)
             with closing(self.batches), job.timeline:
