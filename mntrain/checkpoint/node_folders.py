@@ -30,6 +30,7 @@ from mntrain.checks.local_folder import NODE, Attempts, prepare, run_folder
 from mntrain.errors import AgreedError
 from mntrain.ranks import Ranks
 
+_ROUND = 512  # parts that all ranks together send until they meet: 8 GiB at most
 NOT_WRITTEN = "not all ranks had written it"
 
 
@@ -167,7 +168,7 @@ class NodeFolders:
             share = f"{len(lacking)} of its {len(parts)} slices ({nbytes / 1e6:.1f} MB)"
             return None, f"{share} are on no node, or damaged"
         try:
-            self._send(name, manifest, parts, held[world.rank].left, sends[world.rank])
+            self._send(name, manifest, parts, held[world.rank].left, sends)
         except AgreedError as error:
             raise AgreedError(
                 f"{name.name} is whole in the nodes' memory, and a node cannot be given all of it "
@@ -185,30 +186,33 @@ class NodeFolders:
         manifest: Manifest,
         parts: Sequence[PlacedRange],
         left: Mapping[int, int],
-        sends: Mapping[int, Sequence[int]],
+        sends: Sequence[Mapping[int, Sequence[int]]],
     ) -> None:
         """Send each node the parts that this rank is to, and write the manifest here. Collective.
 
-        Raises AgreedError if any part cannot be read, sent or written.
+        In rounds that take seconds, so that no rank waits for another until --comm.timeout. `sends`
+        is by rank. Raises AgreedError if any part cannot be read, sent or written.
         """
-        world, nodes, problem = self._world, self._world.topology.nodes, ""
+        world, nodes = self._world, self._world.topology.nodes
         with world.agreement():
             if self.leader:
                 self.remove_all_but(*(folder / name for folder in (self.own, *self.left)))
                 self.make(self.own / name)
         sizes = {file: sum(p.length for p in manifest.checksums[file]) for file in FILES}
         own = world.topology.node(world.rank)
-        for node in (*range(own + 1, len(nodes)), *range(own + 1)):  # each rank begins elsewhere
-            for number, folder in enumerate((self.own, *self.left), -1):
-                some = [parts[n] for n in sends.get(node, ()) if left.get(n, -1) == number]
-                if some and not problem:
-                    ranges = {file: [at for of, at in some if of == file] for file in FILES}
-                    problem = self.copies.send(name, sizes, ranges, node, folder)
-                    if problem:
-                        problem = f"to {world.places[nodes[node][0]].host}: {problem}"
+        order = (*range(own + 1, len(nodes)), *range(own + 1))  # each rank begins elsewhere
+        to_send = [(node, n) for node in order for n in sends[world.rank].get(node, ())]
+        most, count = max(sum(map(len, of.values())) for of in sends), max(1, _ROUND // world.size)
+        for start in range(0, most, count):
+            some = to_send[start : start + count]
+            with world.agreement():
+                for node, number in dict.fromkeys((node, left.get(n, -1)) for node, n in some):
+                    given = [parts[n] for at, n in some if (at, left.get(n, -1)) == (node, number)]
+                    ranges = {file: [place for of, place in given if of == file] for file in FILES}
+                    folder = (self.own, *self.left)[number + 1]
+                    if problem := self.copies.send(name, sizes, ranges, node, folder):
+                        raise ValueError(f"to {world.places[nodes[node][0]].host}: {problem}")
         with world.agreement():
-            if problem:
-                raise ValueError(problem)
             if self.leader:
                 make_valid(self.own / name, manifest)
 

@@ -537,14 +537,16 @@ def _open(path: Path, *, made_here: bool, mode: int = 0o666) -> int:
     Raises OSError: at once if this rank has made the folder, and it was removed or moved since, and
     later if only the master sees the folder.
     """
-    try:
-        return os.open(path, _NEW_FILE, mode)
-    except FileNotFoundError as error:
-        above = path.parents[1]
-        if made_here:
-            raise FileNotFoundError(f"{above} was removed or moved") from error
-        if not (is_visible(above, _SEEN_S) and is_visible(path.parent, _SEEN_S)):
-            raise FileNotFoundError(
-                f"{above} is not what rank 0 sees: is it on a file system that all nodes share?"
-            ) from error
-    return os.open(path, _NEW_FILE, mode)
+    above, deadline = path.parents[1], time.monotonic() + _SEEN_S
+    while True:
+        try:
+            return os.open(path, _NEW_FILE, mode)
+        except FileNotFoundError as error:
+            if made_here:
+                raise FileNotFoundError(f"{above} was removed or moved") from error
+            left = deadline - time.monotonic()
+            if left < 0 or not (is_visible(above, left) and is_visible(path.parent, left)):
+                raise FileNotFoundError(
+                    f"{above} is not what rank 0 sees: is it on a file system that all nodes share?"
+                ) from error
+            time.sleep(0.05)  # a client may know by its cache that the folder is not there

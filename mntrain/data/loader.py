@@ -143,8 +143,8 @@ class ShardRegistry:
     ) -> None:
         self.rank, self.size, self.observe = ranks.rank, ranks.size, observe
         self.compare = partial(compare_loaders, ranks) if ranks.size > 1 else None
-        # Of the pass from which a batch was drawn last: number (-1: batches apart), own and total
-        # of each `Part` of this rank, one after the other.
+        # Of the pass from which a batch was drawn last, by runs of this rank's `Part`s with numbers
+        # that follow each other: the first (-1: batches apart), their count, own and total.
         self.latest: array[int] | None = None
         self.samples = 0  # that this rank was handed out to train on
         self._ranks, self._optimizers = ranks, optimizers
@@ -479,7 +479,13 @@ class ShardedLoader:
             if (part := next(parts, None)) is None:
                 break
             self._shards.observe("data", start)
-            record.extend((-1 if part.number is None else part.number, part.own, part.total))
+            number = -1 if part.number is None else part.number
+            run = number, 1, part.own, part.total
+            follows = record and (sum(record[-4:-2]), *record[-2:]) == (number, *run[2:])
+            if follows or (record and number < 0):
+                record[-3] += 1
+            else:
+                record.extend(run)
             self._shards.latest = record
             yield part
         self._shards.latest = record

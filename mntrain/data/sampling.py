@@ -250,9 +250,10 @@ class SeededDataset(Dataset[Any]):
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
         """Return a rank's micro-batches of a step."""
-        return [self._micro_batch(part) for part in cut_evenly(keys, self._most)]
+        return [self.micro_batch(part) for part in cut_evenly(keys, self._most)]
 
-    def _micro_batch(self, keys: Sequence[tuple[int, int]]) -> Any:
+    def micro_batch(self, keys: Sequence[tuple[int, int]]) -> Any:
+        """Return samples of a step, however many, as one collated micro-batch."""
         step_seed, samples = mixed_seed(self._seed, keys[0][0]), [sample for _, sample in keys]
         with SeededDraws(step_seed + samples[0]):
             if self._fetch is not None:

@@ -177,7 +177,8 @@ class RunDirectory:
         with self._world.agreement(), _writing(self.path):
             for name, content in files.items() if self._world.master else ():
                 path = self.path / name
-                path.parent.mkdir(parents=True, exist_ok=True)
+                for folder in reversed(Path(name).parents[:-1]):  # within the directory
+                    (self.path / folder).mkdir(exist_ok=True)
                 if content is None:
                     end_last_line(path)
                 else:

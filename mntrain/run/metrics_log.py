@@ -183,6 +183,11 @@ class MetricsLog:
             self._files = MetricsFiles(directory.path, self._log, self._world.output.warn, own)
         return self._files
 
+    def open(self) -> None:
+        """Open the files now, since copies may take seconds to begin. Local."""
+        if self._world.master:
+            self._opened()
+
     def close(self) -> None:
         """Write the last line and summary.json. Collective. Does nothing the second time.
 

@@ -45,7 +45,11 @@ def _by_batch(record: "array[int] | None", predictions: Any) -> list[tuple[int, 
 
     And whether these were on a device. Raises ValueError if they are not of the batches.
     """
-    batches = [] if record is None else [*zip(*[iter(record)] * 3, strict=True)]
+    batches = [
+        (first + further, own, total)
+        for first, count, own, total in zip(*[iter(record or ())] * 4, strict=True)
+        for further in range(count)
+    ]
     if record is None or any(number < 0 for number, *_ in batches):
         raise ValueError(
             "world.gather_in_order restores the order of the last pass over world.shard: there was "

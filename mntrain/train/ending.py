@@ -78,26 +78,21 @@ def progress_of(job: Job, result: JobResult) -> Manifest:
     )
 
 
-def save_last(world: World, job: Job, result: JobResult) -> AgreedError | None:
-    """Save the last completed step, if that is wanted and not done; return why that failed.
+def save_at_end(world: World, job: Job, result: JobResult) -> None:
+    """Save the last completed step, if that is wanted and not done. Collective.
 
-    Collective.
+    A failure is the job's result.
     """
     last, wanted = result.last, job.saves or result.status == "preempted"
+    error = None
     if last is None or result.error or not wanted:
         job.checkpoints.wait()
-        return None
-    try:
-        with errors_stop(world, last.step):
-            job.checkpoints.save_progress(progress_of(job, result), now=True)
-    except AgreedError as error:
-        return error
-    return None
-
-
-def save_at_end(world: World, job: Job, result: JobResult) -> None:
-    """Save the last completed step; a failure is the job's result. Collective."""
-    error = save_last(world, job, result)
+    else:
+        try:
+            with errors_stop(world, last.step):
+                job.checkpoints.save_progress(progress_of(job, result), now=True)
+        except AgreedError as failure:
+            error = failure
     job.checkpoints.end_local(in_order=not (error or result.error))
     if error and result.status != "interrupted":
         result.status, result.error = "failed", TrainingStoppedError(str(error), world.rank)

@@ -25,8 +25,8 @@ class JobData:
     """The samples of a task: the batches of this rank, and those it validates on. Local.
 
     Both are those of `World.shard` over a DataLoader, as in a loop of one's own. Of a `stream`,
-    checkpoints hold the state: the position behind the last completed step, also if the next one
-    has failed after its batch was drawn.
+    checkpoints hold the state: the position behind the batch drawn last. Each save comes before the
+    next one is drawn, and a step that fails is not saved.
     """
 
     def __init__(
@@ -36,7 +36,6 @@ class JobData:
         self._world = world
         self.stream = isinstance(train, IterableDataset)
         self._stream: ShardedLoader | None = None
-        self._position = dict[str, Any]()  # of the stream, behind the last completed step
         self.sizes = 0, 0
         """Samples of this rank in the step whose batch was drawn last, and of all."""
         self.datasets: dict[str, Any] = {}  # whose samples are compared
@@ -52,7 +51,6 @@ class JobData:
         if isinstance(train, IterableDataset):
             loader = stream_loader(train, self._options, size, drop_last=drop_last)
             self._stream = self._shard(loader, seed, train=True)
-            self._position = self._stream.state_dict()
         else:
             self.datasets["training"] = _sized(train, "training", config.task)
         for name, given in (valid if isinstance(valid, Mapping) else {"": valid}).items():
@@ -128,7 +126,8 @@ class JobData:
     ) -> Generator[Sequence[Any]]:
         """Yield the micro-batches of all of so many ranks in each of the first steps. Local.
 
-        `reorder` puts them, as lists of samples, in another order. Not of a stream.
+        `reorder` puts them, as lists of samples, in another order, or divides them in another way.
+        Not of a stream.
         """
         order, most = self._at(1), self._options.micro_batch_size
         train = self.datasets["training"]
@@ -137,7 +136,7 @@ class JobData:
             dataset = sampling.SeededDataset(train, order.seed, self._options)
             self.sizes = (sum(map(len, parts)),) * 2
             chosen = reorder(parts) if reorder else parts
-            yield [dataset.__getitems__([(step, sample) for sample in p])[0] for p in chosen]
+            yield [dataset.micro_batch([(step, sample) for sample in p]) for p in chosen]
 
     @property
     def validation_sets(self) -> list[str]:
@@ -200,30 +199,26 @@ class JobData:
         bounds = (self._at(step).share_bounds(step - 1, rank, size) for rank in range(size))
         return tuple(-(-(stop - start) // most) for _, start, stop in bounds)
 
-    def step_completed(self) -> None:
-        """Let the state of a stream be that behind the last batch drawn. Local, after each step."""
-        if self._stream is not None:
-            self._position = self._stream.position
-
     def position(self, step: int) -> tuple[int, int]:
         """Return the epoch and the offset of the first sample after a step, 1 for the first.
 
-        Of a stream its epoch and batches, after the last completed step.
+        Of a stream its epoch and batches, behind the batch drawn last.
         """
         if self._stream is not None:
-            return self._position["epoch"], self._position["batches"]
+            state = self._stream.position
+            return state["epoch"], state["batches"]
         _, epoch, offset = self._order.at(step).position(step)
         return epoch, offset
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the stream behind the last completed step, as that of the shard."""
-        return dict(self._position)
+        """Return the state of the stream behind the batch drawn last, as that of the shard."""
+        assert self._stream is not None, "other data have no state"
+        return self._stream.position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin behind the step of a state, as `ShardedLoader.load_state_dict`."""
         assert self._stream is not None, "other data have no state"
         self._stream.load_state_dict(state)
-        self._position = dict(state)
 
 
 def _endless(shard: ShardedLoader) -> Iterator[Any]:

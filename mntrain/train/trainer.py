@@ -62,6 +62,7 @@ class Trainer:
         with job.directory, ExitStack() as at_end, job.display:
             at_end.callback(gc.unfreeze)
             at_end.callback(job.metrics.abandon)
+            job.metrics.open()
             self._stop_requested()
             describe_job(self._world, job)
             with closing(self.batches), job.timeline:
@@ -87,7 +88,6 @@ class Trainer:
                 with errors_stop(self._world, step):
                     record = self._evaluate_if_due(self.train_step(step))
                 result.last = record
-                job.data.step_completed()
                 job.metrics.write(record.to_json())
                 job.display.step(record)
                 self._asked = job.task.on_step(record) or self._asked

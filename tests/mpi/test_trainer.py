@@ -12,7 +12,9 @@ from worlds import RANKS, make_world
 
 from mntrain.checkpoint.reader import inspect, list_checkpoints
 from mntrain.comm.world_collectives import WorldCollectives
+from mntrain.metrics.writers import MetricsFiles
 from mntrain.options.config import CheckpointConfig, ZeroConfig
+from mntrain.run.signals import StopRequests
 from mntrain.tasks.lm import LanguageModel
 from mntrain.train.entry import exit_code
 from mntrain.train.trainer import Trainer
@@ -54,6 +56,19 @@ def test_a_step_of_a_job_has_one_small_message_and_its_norm(world, tmp_path, sum
     announced = micro_batches if stage == 2 else 0
     assert sums.count(torch.float64) == 2 + announced  # alone, there is no message
     trainer.job.directory.close()
+
+
+def test_copies_of_metrics_begin_before_the_time_of_the_first_step(world, tmp_path, monkeypatch):
+    events = []
+
+    def noted(kind, name):
+        method = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *own: events.append(name) or method(*own))
+
+    noted(MetricsFiles, "__init__")
+    noted(StopRequests, "poll")
+    assert fit(world, small(tmp_path)) == 0
+    assert events[:2] == (["poll"] * 2 if RANK else ["__init__", "poll"])
 
 
 def fit(world, config, **changes):

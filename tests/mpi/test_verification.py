@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import mntrain
 from mntrain.errors import AgreedError
 from mntrain.options.config import CommConfig, Config, DataConfig, ModelConfig, TrainConfig
-from mntrain.tasks import Loss
+from mntrain.tasks import Loss, Task
 from mntrain.tasks.lm import LanguageModel
 from mntrain.train.verify.verify_command import parse, run, verify_task
 
@@ -308,6 +308,20 @@ class WrongCount(LanguageModel):
         return Loss(loss.mean * len(batch) / self.config.train.batch_size, loss.count)
 
 
+class Points(Task):
+    """A regression whose loss has the dtype of the model."""
+
+    def model(self):
+        return nn.Linear(6, 3)
+
+    def dataset(self, split):
+        return LinePoints() if split == "train" else None
+
+    def loss(self, model, batch):
+        x, y = (part.to(next(model.parameters()).dtype) for part in batch)
+        return Loss(functional.mse_loss(model(x), y), len(x))
+
+
 class InOrder(IterableDataset):
     """The samples of a dataset, in their order."""
 
@@ -347,6 +361,13 @@ def test_a_job_that_is_right_passes(tmp_path, task, wire_dtype):
 
 
 @pytest.mark.exhaustive
+def test_a_job_whose_losses_are_rounded_to_16_bits_passes():
+    train = TrainConfig(batch_size=16, precision="bf16-pure")
+    verdict = verify_task(Config(task=f"{__name__}:Points", device="cpu", train=train))
+    assert verdict.right, verdict.text
+
+
+@pytest.mark.exhaustive
 def test_the_examples_pass(tmp_path, monkeypatch):
     root = Path(__file__).resolve().parents[2]
     monkeypatch.setattr(sys, "path", [str(root), *sys.path])
@@ -359,7 +380,7 @@ def test_the_command_has_an_exit_code_and_the_page_a_script_that_runs(tmp_path, 
     words = ["--data.path", str(corpus), "--device", "cpu", "--train.steps", "2"]
     words += ["--model.layers", "1", "--model.heads", "2", "--model.width", "16"]
     words += ["--model.context", "16", "--train.batch-size", "10", "--train.micro-batch-size", "2"]
-    assert run(parse(words)) == 0
+    assert run(parse([*words, "--train.micro-batch-size", "1"])) == 0
     assert run(parse([*words, "--task", f"{__name__}:WrongCount"])) == 1
     hint = "; is Loss.count the number of items of the mean"
     assert (hint in capsys.readouterr().out) == (RANK == 0)

@@ -96,11 +96,12 @@ class RecordedRun:
         self.samples = world._shards.samples - before
         if self.first is None or not self.steps:
             return
+        rounding = max(2.0**-23, self.first.rounding)  # of micro-batches that are divided otherwise
         for number, (loss, other) in enumerate(zip(self.losses, self.first.losses, strict=False)):
             step = self.steps[number * len(self.steps) // len(self.losses)]
             relative = abs(loss - other) / max(abs(other), 1e-300)
             worst = step.distances.pop("loss", Distance(0.0, 0.0))
-            worst = worst if worst.relative > relative else Distance(relative, 2.0**-23)
+            worst = worst if worst.relative > relative else Distance(relative, rounding)
             step.distances = {"loss": worst, **step.distances}
 
     def watch(self, optimizer: ZeroOptimizer) -> None:
@@ -223,6 +224,11 @@ class RecordedRun:
         self._step.digests = {n: int(checksum([t])) for n, t in {**named, **buffers}.items()}
         self.steps.append(self._step)
         self._step = RecordedStep()
+
+    @property
+    def rounding(self) -> float:
+        """One rounding of a parameter's dtype, or of that which modules compute in, at most."""
+        return max([self.autocast, *(torch.finfo(p.dtype).eps for p in self.start.values())])
 
     @property
     def closures(self) -> bool:

@@ -15,8 +15,6 @@ trained on the same samples.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import torch
-
 from mntrain.alike.naming import by_value, first_names, naming, odd_ranks
 from mntrain.comm import mpi
 from mntrain.errors import AgreedError, combined_refusals
@@ -100,7 +98,8 @@ def examine(
 ) -> Verdict:
     """Run and compare all stages, and return the verdict. Collective.
 
-    If parts of batches are to be `uneven`, a line says if none was. A difference ends with `hint`.
+    If parts of batches are to be `uneven`, a line says if none was. A difference in a loss or a
+    gradient at stage 0 ends with `hint`.
     """
     options = {**options, "compress": "none", "gather_dtype": "fp32"}
     alone: list[RecordedRun] = []  # on rank 0, of one process: the first run, those in other orders
@@ -147,8 +146,7 @@ def _run_alone(run: Run, options: dict[str, Any]) -> tuple[list[RecordedRun], st
             first.record(run, world, 0)
             if wrong := _nothing(first):
                 return alone, wrong
-            eps = max(torch.finfo(p.dtype).eps for p in first.start.values())
-            eps = max(eps, first.autocast, _ROUNDING[options.get("wire_dtype", "fp32")])
+            eps = max(first.rounding, _ROUNDING[options.get("wire_dtype", "fp32")])
             for order in range(1, ORDERS + 1):
                 world.order = order
                 alone.append(other := RecordedRun(first, jitter=eps))
@@ -221,7 +219,7 @@ def _compare(
                     wrong = (
                         _another_stage(recorded, stage)
                         or _unequal_ranks(by_rank)
-                        or _wrong(recorded, _limits(alone), hint)
+                        or _wrong(recorded, _limits(alone), "" if stage else hint)
                     )
                     uneven = len({samples for _, samples in by_rank}) > 1
                     found = _Outcome(_row(name, recorded), wrong, uneven=uneven)
@@ -251,7 +249,7 @@ def _another_stage(recorded: RecordedRun, stage: int) -> str:
 
 
 def _wrong(recorded: RecordedRun, limits: Iterator[dict[str, float]], hint: str) -> str:
-    """Return what is wrong first, and the `hint` behind a difference; "" if nothing is."""
+    """Return what is wrong first, "" if nothing is; of other than weights with the `hint`."""
     first = recorded.first
     assert first is not None, "rank 0 has run alone"
     if len(recorded.steps) != len(first.steps):
@@ -263,6 +261,7 @@ def _wrong(recorded: RecordedRun, limits: Iterator[dict[str, float]], hint: str)
             limit = allowed.get(name, MARGIN * distance.rounding)
             if not distance.relative <= limit:
                 hints = _batch_norm_hint(recorded)
+                hint = "" if name.startswith("weights") else hint
                 if abs(step.factor - 1) > 0.01:
                     hints += (
                         f"; the whole gradient is {step.factor:.3g} times as long, in the same "

@@ -1,10 +1,13 @@
 """Slices that are left, and the ranks that send them."""
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mntrain.checkpoint.format import FILES, ChecksummedRange
-from mntrain.checkpoint.node_folders import Held, PlacedRange, assign_senders
+from mntrain.checkpoint.node_folders import Held, NodeFolders, PlacedRange, assign_senders
 from mntrain.checkpoint.partner_copies import partner_nodes
 
 
@@ -55,3 +58,31 @@ def test_a_step_is_whole_if_and_only_if_no_partners_are_lost_that_wrote_it(inven
         assert sorted(node for part, node in given if part == number) == expected  # each once
     for rank, of in enumerate(sends):
         assert held[rank].own.issuperset(number for some in of.values() for number in some)
+
+
+def test_ranks_meet_between_rounds_of_what_they_send(tmp_path):
+    events = []
+
+    @contextmanager
+    def agreement():
+        yield
+        events.append("met")
+
+    def send(name, sizes, ranges, node, folder):
+        events.extend((node, folder.name, place.start) for of in ranges.values() for place in of)
+        return ""
+
+    parts = [PlacedRange(FILES[0], ChecksummedRange(start, 1, 0)) for start in range(700)]
+    topology = SimpleNamespace(nodes=[[0], [1], [2]], node=lambda rank: rank)
+    folders = object.__new__(NodeFolders)
+    folders._world = SimpleNamespace(rank=1, size=3, topology=topology, agreement=agreement)
+    folders.own, folders.left, folders.leader = tmp_path / "own", [tmp_path / "left"], False
+    folders.copies = SimpleNamespace(send=send)
+    manifest = SimpleNamespace(checksums={name: [] for name in FILES})
+    sends = [{1: range(100)}, {0: range(300), 2: range(300)}, {0: range(700)}]
+    folders._send("step", manifest, parts, {0: 0}, sends)
+    own = [(2, "left", 0), *((2, "own", n) for n in range(1, 300))]
+    own += [(0, "left", 0), *((0, "own", n) for n in range(1, 300))]
+    assert [event for event in events if event != "met"] == own  # each once
+    rounds = " ".join(str(event) if event == "met" else "." for event in events).split("met")
+    assert [one.count(".") for one in rounds] == [0, 170, 170, 170, 90, 0, 0, 0]  # of the longest

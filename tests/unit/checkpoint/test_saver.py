@@ -53,6 +53,7 @@ def test_a_new_folder_is_seen_where_the_file_system_remembers_what_was_missing(
 ):
     folder = tmp_path / "checkpoints" / ".step-00000001.a1b2"
     missing = {folder.parent, folder}  # as NFS keeps it, until the folder above is opened
+    late = [folder] * 3  # and the folder itself for some time behind that
     make, read = os.open, os.listdir
 
     def listed(above):
@@ -61,7 +62,7 @@ def test_a_new_folder_is_seen_where_the_file_system_remembers_what_was_missing(
         return names
 
     def opened(path, *arguments):
-        if path.parent in missing:
+        if path.parent in missing or (late and late.pop()):
             raise FileNotFoundError
         return make(path, *arguments)
 

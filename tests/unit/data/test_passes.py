@@ -503,3 +503,11 @@ def test_behind_the_end_of_a_stream_without_a_length_the_pass_is_empty(workers):
     parts.load_state_dict(state)
     assert parts.epoch == 0  # which `range(parts.epoch, epochs)` counts
     assert [drawn(parts) for _ in range(2)] == [[], [0, 1, 2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize(("divided", "runs"), [(False, [0, 9, 2, 4, 9, 1, 1, 2]), (True, [-1, 10])])
+def test_the_record_of_a_pass_has_its_runs_of_equal_batches(divided, runs):
+    log, gather = Log(), lambda value: [value] * 2
+    list(sharded(DataLoader(Numbers(38), 4), 0, 2, log, divided=divided, batches=10, gather=gather))
+    assert list(log.latest)[: len(runs)] == runs
+    assert len(log.latest) == 4 * (2 - divided)

@@ -1,6 +1,7 @@
 """A run directory, and files of earlier jobs in it."""
 
 import json
+import shutil
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -70,14 +71,25 @@ def test_a_refused_job_leaves_nothing_but_what_was_there(tmp_path):
 
 def test_a_run_that_has_begun_stays_with_the_files_that_it_was_given(tmp_path):
     run = RunDirectory(alone(), tmp_path / "a")
-    run.write_files({"before/all": b"1", "lines": None})
+    run.write_files({"be/fore/all": b"1", "lines": None})
     assert names(run.path) == [".lock"]
     (run.path / "lines").write_text("a cut")
     run.begin()
     run.write_files({"later": b""})
     run.close()
-    assert names(run.path) == ["before", "before/all", "later", "lines"]
+    assert names(run.path) == ["be", "be/fore", "be/fore/all", "later", "lines"]
     assert (run.path / "lines").read_text() == "a cut\n"
+
+
+def test_a_directory_that_was_removed_is_not_made_anew(tmp_path):
+    run = RunDirectory(alone(), tmp_path / "a")
+    run.begin()
+    shutil.rmtree(run.path)
+    for name in ("config.toml", "hf/config.json"):
+        with pytest.raises(ValueError, match="no files can be made in the run directory"):
+            run.write_files({name: b""})
+    run.close()
+    assert names(tmp_path) == []
 
 
 def test_a_run_is_started_over_only_by_a_job_that_saves_and_without_a_result(tmp_path):

@@ -115,12 +115,13 @@ def test_a_resumed_run_continues_after_the_samples_that_it_has_seen(position, sa
     assert _find_origin(None, samples) == BEGIN
 
 
-def test_the_state_of_a_stream_is_that_behind_the_last_completed_step():
-    data = data_of(world_of(), Unending())
-    for step, batch in enumerate(data.batches(0, 3), 1):
-        assert int(batch[0][0]) == 32 * (step - 1)
-        assert data.position(step) == (0, step - 1)  # which changes nothing that is saved
-        assert data.state_dict()["batches"] == step - 1
-        data.step_completed()
-        assert data.position(step) == (0, step)
-        assert data.state_dict()["batches"] == step
+def test_micro_batches_that_are_divided_otherwise_have_all_samples_of_the_step():
+    config = Config(task="own:Task", train=TrainConfig(batch_size=5, micro_batch_size=1))
+    points = TensorDataset(torch.arange(5), torch.zeros(5))
+    data = data_of(world_of(), points, config=config)
+    batches = data.batches_of_ranks(
+        1, 1, lambda lists: [lists[0], [s for one in lists[1:] for s in one]]
+    )
+    for one, others in batches:
+        assert len(one[0]) == 1
+        assert sorted([*one[0].tolist(), *others[0].tolist()]) == [0, 1, 2, 3, 4]
