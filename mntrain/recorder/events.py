@@ -297,7 +297,7 @@ class Recorder:
             self._write_missing()
 
     def _site_of_training(self) -> str:
-        """Return the line at which the training thread is; "" if it has ended."""
+        """Return the line at which the training thread is; "" if its stack is unknown."""
         return _site_or_first((file, line) for file, line, _ in stack_of(self._thread))
 
 
