@@ -145,6 +145,14 @@ def test_starts_that_come_no_further_than_those_before_end(tmp_path):
     assert "again: none of 3 starts in a row came beyond step 99; the last: " in err[-1]
 
 
+def test_a_start_that_takes_more_steps_than_the_one_before_begins_the_count_anew(tmp_path):
+    steps = 'echo $((starts < 3 ? starts : 3)) >"$MNTRAIN_LAUNCH/step"'
+    code, _, err = end(launch(tmp_path, f"{STEP} {steps}; kill -9 $$"))
+    assert code == 137
+    assert (tmp_path / "starts").read_text().count("\n") == 6  # 1, 2, 3 steps, then three starts
+    assert "again: none of 3 starts in a row ended well; the last: " in err[-1]
+
+
 @pytest.mark.parametrize("writes", [False, True])
 def test_the_summary_of_an_earlier_job_says_nothing_of_this_one(tmp_path, writes):
     (tmp_path / "summary.json").write_text('{"status": "preempted"}')
