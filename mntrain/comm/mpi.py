@@ -1,6 +1,6 @@
 """The interface to MPI: the only module that imports mpi4py.
 
-Importing mpi4py.MPI loads the MPI library, and starts MPI unless `import_unstarted` has said not to.
+Importing mpi4py.MPI loads the MPI library, and starts MPI unless `import_unstarted` has come first.
 Data-loader workers import this package too, so functions import it.
 """
 
