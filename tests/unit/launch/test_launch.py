@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launch import OPEN_MPI_ENVIRONMENT, mpirun_words
 from waiting import until
 
 # Takes a step in each start, as rank 0 does; $starts counts them.
@@ -213,12 +214,18 @@ def test_signals_are_passed_on_and_end_without_another_start(tmp_path, name):
 
 
 @pytest.mark.thorough
-def test_the_command_ends_with_launch_however_that_ends(tmp_path):
-    process = launch(tmp_path, "echo $$ >child; exec sleep 1000")
-    until(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text(), process)
+@pytest.mark.parametrize("launcher", ["", "mpirun"])
+def test_the_command_ends_with_launch_however_that_ends(tmp_path, launcher):
+    """And mpirun ends its ranks then."""
+    rank = ["sh", "-c", "echo $$ >>children; exec sleep 1000"]
+    words = [*mpirun_words(2), *rank] if launcher else rank
+    count, environment = (2, {**os.environ, **OPEN_MPI_ENVIRONMENT}) if launcher else (1, None)
+    process = launch(tmp_path, f"exec {shlex.join(words)}", env=environment)
+    path = tmp_path / "children"
+    until(lambda: path.exists() and path.read_text().count("\n") == count, process)
     process.kill()
-    child = Path("/proc", (tmp_path / "child").read_text().strip())
-    until(lambda: not child.exists())
+    children = [Path("/proc", pid) for pid in path.read_text().split()]
+    until(lambda: not any(child.exists() for child in children))
     process.communicate()
 
 
