@@ -262,7 +262,11 @@ class ExceptionWatch:
                 self.end_job(error)
             if not isinstance(error, SystemExit):
                 print(f"mntrain: {self._place}: an exception ends {thread}", file=sys.stderr)
-        replaced(args)
+        try:
+            replaced(args)
+        finally:  # the job goes on: what the thread's frames hold is no longer needed
+            if self._handled is error:
+                self._handled = None
 
 
 def _watch_of(hook: Any) -> ExceptionWatch | None:

@@ -25,6 +25,7 @@ bandwidth that they reach between nodes. For example:
 VERBS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 ALGORITHMS = algorithms.names()
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_TOO_LARGE = 8 << 30  # bytes: elements are counted in 32 bits
 
 
 def _parse_size(word: Any) -> Any:
@@ -34,6 +35,8 @@ def _parse_size(word: Any) -> Any:
     nbytes = int(match[1]) * _UNITS[match[2]] if match else 0
     if not nbytes or nbytes % 4:
         raise ValueError("must be a positive multiple of 4 bytes, such as 64K")
+    if nbytes >= _TOO_LARGE:
+        raise ValueError("must be less than 8G")
     return nbytes
 
 

@@ -109,6 +109,7 @@ def measure(
                     rivals, candidates.take_turns(comm, rivals, turns, budget_s), strict=True
                 )
             ]
+        del rivals, pattern, tensor  # before those of the next size, which are larger
 
 
 def _case(

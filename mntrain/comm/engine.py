@@ -15,8 +15,8 @@ order between them may differ between ranks.
 Each collective has a ticket, which is numbered when the collective begins. Ranks whose tickets of
 one number have unequal digests receive no messages from each other.
 
-`ProgressEngine._test_all` runs the tests of all streams in turn, and `_rest` sleeps if none of them
-has succeeded, since other ranks may need the core.
+`ProgressEngine._progress` runs the tests of streams in turn, and `_rest` sleeps if none of those of
+all streams has succeeded, since other ranks may need the core.
 """
 
 import atexit

@@ -1,7 +1,7 @@
 """The interface to MPI: the only module that imports mpi4py.
 
-Importing mpi4py.MPI starts MPI. Data-loader workers import this package too, so the import is
-deferred to `start`.
+Importing mpi4py.MPI loads the MPI library, and starts MPI unless `import_unstarted` has come first.
+Data-loader workers import this package too, so functions import it.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Communicator:
 
     def node_keys(self) -> list[int]:
         """Return, for every rank, the lowest rank that shares memory with it. Collective."""
-        from mpi4py import MPI  # noqa: PLC0415 - it starts MPI
+        from mpi4py import MPI  # noqa: PLC0415 - it loads the library
 
         shared = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
         try:
@@ -263,7 +263,7 @@ class CheckedRequests(Requests):
     def __init__(
         self, receives: Sequence[Requests], nbytes: Sequence[int], sends: Requests
     ) -> None:
-        from mpi4py import MPI  # noqa: PLC0415 - it starts MPI
+        from mpi4py import MPI  # noqa: PLC0415 - it loads the library
 
         self._byte, self._too_long, self._nbytes = MPI.BYTE, MPI.Exception, nbytes
         self._counts = [len(one._requests) for one in receives]
@@ -304,7 +304,7 @@ class FoundMessage:
     """
 
     def __init__(self, comm: MPI.Comm, peer: int | None, tag: int) -> None:
-        from mpi4py import MPI  # noqa: PLC0415 - it starts MPI
+        from mpi4py import MPI  # noqa: PLC0415 - it loads the library
 
         self._any, self._comm = MPI.ANY_SOURCE, comm
         self.peer, self.tag = peer, tag
@@ -342,7 +342,7 @@ class FoundMessage:
 
 def tag_count() -> int:
     """Return the number of tags that MPI has, from 0 on. MPI runs."""
-    from mpi4py import MPI  # noqa: PLC0415 - it starts MPI
+    from mpi4py import MPI  # noqa: PLC0415 - it loads the library
 
     highest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # in Open MPI other communicators lack it
     assert highest is not None
@@ -521,7 +521,7 @@ def abort(code: int) -> None:
 
     What it has not forwarded before an abort may be lost.
     """
-    from mpi4py import MPI  # noqa: PLC0415 - it starts MPI
+    from mpi4py import MPI  # noqa: PLC0415 - it loads the library
 
     deadline = time.monotonic() + MAX_FORWARD_S
     while (_unread(1) or _unread(2)) and time.monotonic() < deadline:

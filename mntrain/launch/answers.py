@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from mntrain.launch.hosts import Host, in_flux
+from mntrain.launch.hosts import Host, of_brokers
 from mntrain.recorder.launch_notes import VARIABLE
 
 LIMIT_S = 17.0  # for all hosts
@@ -71,6 +71,7 @@ class Hosts:
         own = socket.gethostname()
         self._here = {own, own.partition(".")[0], "localhost", "127.0.0.1"}
         self.environment = {k: v for k, v in environment.items() if k != VARIABLE}
+        self._brokers = [] if agent else of_brokers(environment)
         self._slurm = "SLURM_JOB_ID" in environment and not agent
         if self._slurm:  # the shape of the job's steps is not that of the question
             kept = ("SLURM_JOB_ID", "SLURM_CONF")
@@ -90,8 +91,9 @@ class Hosts:
             return ["srun", *options, "--quiet", f"--nodelist={host.name}", *script_words]
         if "LSB_JOBID" in self.environment and not self._agent:
             return ["blaunch", "-no-shell", host.name, *script_words]
-        if in_flux(self.environment) and not self._agent:
-            return ["flux", "exec", "-n", f"--rank={self.all.index(host)}", *script_words]
+        if host.name in self._brokers:
+            rank = self._brokers.index(host.name)
+            return ["flux", "exec", "-n", f"--rank={rank}", *script_words]
         options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={LIMIT_S:.0f}"]
         ssh = shlex.split(self._agent) if self._agent else ["ssh", *options]
         # Another shell may get the line, such as csh, to which ! and ends of lines mean something.

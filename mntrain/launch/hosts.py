@@ -1,4 +1,4 @@
-"""The hosts that a job may use: of the scheduler, and of hostfiles. Pure but for `flux`.
+"""The hosts that a job may use: of the scheduler, and of hostfiles.
 
 Sources: man srun (SLURM_*); "PBS_NODEFILE" in the PBS Professional User's Guide; "Environment
 variables set for job execution" in the reference of IBM Spectrum LSF (LSB_DJOB_HOSTFILE, a line for
@@ -46,21 +46,22 @@ def of_scheduler(environment: Mapping[str, str]) -> list[Host]:
     if "LSB_MCPU_HOSTS" in environment:
         words = environment["LSB_MCPU_HOSTS"].split()
         return [Host(name, int(n)) for name, n in zip(words[::2], words[1::2], strict=True)]
-    if in_flux(environment):
-        words = ["flux", "hostlist", "--expand", "instance"]
-        try:
-            done = subprocess.run(
-                words, capture_output=True, text=True, timeout=_FLUX_S, check=True
-            )
-        except (OSError, subprocess.SubprocessError):
-            return []
-        return [Host(name) for name in done.stdout.split()]
-    return []
+    return [Host(name) for name in of_brokers(environment)]
 
 
-def in_flux(environment: Mapping[str, str]) -> bool:
-    """Return whether this process is in an instance of Flux, which hides the id of its own job."""
-    return "FLUX_URI" in environment or "FLUX_JOB_ID" in environment
+def of_brokers(environment: Mapping[str, str]) -> list[str]:
+    """Return the hosts of this process's instance of Flux by broker; none outside of one.
+
+    It hides the id of its own job. Runs `flux`; none if that fails.
+    """
+    if not {"FLUX_URI", "FLUX_JOB_ID"} & environment.keys():
+        return []
+    words = ["flux", "hostlist", "--expand", "instance"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_FLUX_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.split()
 
 
 def expand(text: str) -> list[str]:

@@ -21,8 +21,8 @@ from mntrain.recorder.launch_notes import VARIABLE, LaunchNotes
 
 AGAIN = 75  # the exit code if too few hosts are left: run it again; EX_TEMPFAIL of sysexits.h
 _VERSION_S = 20.0  # for mpirun to say whose it is
-# Starts in a row that are not known to have come beyond the steps of all before: what has ended
-# them may be in the program, at the same point each time.
+# Starts in a row that are not known to have come beyond the steps of all before, or to have taken
+# more than the one before: what has ended them may be in the program, at the same point each time.
 _MOST_ALIKE = 3
 _FORWARDED = ("-x", VARIABLE)  # Open MPI passes variables of other names to no other host
 _OWN = "launch"  # whose word a verdict is
@@ -54,6 +54,7 @@ class Launch:
         self._number = self._alike = 0
         self._highest = 0  # step in the metrics of all starts
         self._steps: int | None = None  # of the present start, as last seen
+        self._steps_before: int | None = None  # of the start before it
         self._step_at: float | None = None  # when a step of any start was last seen, monotonic
 
     def run(self, *, as_given: bool) -> int:
@@ -107,9 +108,13 @@ class Launch:
     def _stuck(self, further: bool, silent: str) -> str:
         """Count the starts that do not get on; return in words that there are too many, or "".
 
-        One that took steps, and lost a host, is not to blame.
+        One that took steps, and lost a host, is not to blame, nor one that took more steps than
+        the start before.
         """
-        self._alike = 0 if further or (silent and self._steps) else self._alike + 1
+        steps, before = self._steps or 0, self._steps_before
+        self._steps_before = steps
+        more = before is not None and steps > before
+        self._alike = 0 if further or more or (silent and steps) else self._alike + 1
         if self._alike < _MOST_ALIKE:
             return ""
         missed = f"came beyond step {self._highest}" if self._highest else "ended well"

@@ -124,22 +124,25 @@ class Recorder:
                 if file.write(self._header(job).to_bytes() + self._ring) < FILE_BYTES:
                     raise OSError(ENOSPC, os.strerror(ENOSPC))
                 os.replace(temporary, path)
-                descriptor = os.dup(file.fileno())
+                self._file = os.dup(file.fileno())
                 if not faulthandler.is_enabled():  # as the user has it: then on stderr
-                    os.lseek(descriptor, FILE_BYTES, os.SEEK_SET)
-                    crashes = FileIO(os.dup(descriptor), "wb", closefd=False)
+                    os.lseek(self._file, FILE_BYTES, os.SEEK_SET)
+                    crashes = FileIO(os.dup(self._file), "wb", closefd=False)
                     self._crashes = finalize(crashes, os.close, crashes.fileno())
                     self._crashes.atexit = False
                     faulthandler.enable(crashes, all_threads=False)
-        except (OSError, AttributeError) as error:  # not every system has posix_fallocate
+            self._write_missing()  # events that have come meanwhile
+            signs = threading.Thread(target=self._give_signs, name="mntrain recorder", daemon=True)
+            signs.start()
+        # Not every system has posix_fallocate; RuntimeError: no thread can be started.
+        except (OSError, AttributeError, RuntimeError) as error:
+            self._complete = False
+            self._note_no_crash()
+            self._close_file()
             for left in (temporary, path):  # that of an earlier job would be taken for this one's
                 with suppress(OSError):
                     left.unlink(missing_ok=True)
             return f"{folder}: {getattr(error, 'strerror', error)}"
-        self._file = descriptor
-        self._write_missing()  # events that have come meanwhile
-        signs = threading.Thread(target=self._give_signs, name="mntrain recorder", daemon=True)
-        signs.start()
         self._signs = signs
         end = WeakMethod(self.close)
         atexit.register(lambda: (method := end()) and method())
@@ -297,7 +300,7 @@ class Recorder:
             self._write_missing()
 
     def _site_of_training(self) -> str:
-        """Return the line at which the training thread is; "" if it has ended."""
+        """Return the line at which the training thread is; "" if its stack is unknown."""
         return _site_or_first((file, line) for file, line, _ in stack_of(self._thread))
 
 

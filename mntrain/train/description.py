@@ -20,10 +20,8 @@ def describe_job(world: World, job: Job) -> None:
     _describe_model_and_data(world, job)
     library, stage = world.library, config.zero.stage
     note(f"{world.topology}, {world.algorithm}, {library.name} (thread level {library.threads})")
-    if world.transport_line:
-        note(f"transport: {world.transport_line}")
-    if world.device.type == "cuda" and world.kernels.why:
-        note(f"kernels: {world.kernels.why}")
+    for line in transport_lines(world):
+        note(line)
     sharding = f"stage {stage}, by {job.optimizer.partition}" if stage else "stage 0"
     note(f"zero: {sharding}; precision {config.train.precision}")
     if job.sync:
@@ -61,6 +59,14 @@ def place_lines(places: Sequence[Place]) -> list[str]:
     lines = [f"{naming('rank', ranks)}: {text}" for text, ranks in by_value(texts)]
     more = len(lines) - _MAX_PLACES
     return [*lines[:_MAX_PLACES], *([f"... and {more} more lines"] if more > 0 else [])]
+
+
+def transport_lines(world: World) -> list[str]:
+    """Return how tensors on GPUs travel, and what adds them there, if anything does. Local."""
+    lines = [f"transport: {world.transport_line}"] if world.transport_line else []
+    if world.device.type == "cuda" and world.transport != "host":  # which adds in host memory
+        lines.append(f"kernels: {world.kernels.why}")
+    return lines
 
 
 def _describe_model_and_data(world: World, job: Job) -> None:

@@ -3,6 +3,7 @@
 import os
 import select
 import signal
+import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,6 +18,10 @@ from mntrain.recorder.stacks import stack_of
 from mntrain.watchdog.unanswered import call_for
 
 _DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd", "/debugpy/")
+_DEBUGGER_MODULES = {"bdb", "pydevd", "debugpy"}  # one of which is loaded in a debugged process
+UNKNOWN_PLACE = (
+    "a line that is not known: its process has more than 100 threads, or no free file descriptor"
+)
 _NOT_USERS = (*INTERNAL, *LIBRARIES, "<")  # beginnings of file names
 _MAX_FRAMES = 30
 READ_S = 1.0  # for the files of source code, whose file system may be what hangs
@@ -34,7 +39,7 @@ class RankStatus(NamedTuple):
     wait: Wait | None
     stack: str  # of the training thread, innermost call last
     place: str  # of its innermost frame outside of libraries: "file:line in function"
-    debugged: bool = False  # whether a debugger holds the training thread
+    debugged: bool = False  # whether a debugger holds the training thread, or may hold it
     network: str = ""  # which nodes do not answer this one, and the fix
     limit: float | None = None  # seconds of `wait` that end the job
     idle_s: float = 0.0  # since this rank took part in a collective or a step
@@ -73,12 +78,16 @@ def own_status(
     begun = {stream.name: stream.begun for stream in progress.streams}
     if wait is not None and wait.what == START:
         begun[wait.stream] += 1  # this rank is not late for the call in which it waits
+    place = "".join(f"{file}:{line} in {name}" for file, line, name in (own or places)[-1:])
+    debugged = any(part in file for file, _, _ in places for part in _DEBUGGERS)
+    if not places:  # a job is not ended for what may be a debugger
+        place, debugged = UNKNOWN_PLACE, not _DEBUGGER_MODULES.isdisjoint(sys.modules)
     return RankStatus(
         begun={**begun, EXIT: int(at_exit)},
         wait=wait,
         stack=_text(shown[-_MAX_FRAMES:]),
-        place="".join(f"{file}:{line} in {name}" for file, line, name in (own or places)[-1:]),
-        debugged=any(part in file for file, _, _ in places for part in _DEBUGGERS),
+        place=place,
+        debugged=debugged,
         network=network,
         limit=limit,
         idle_s=idle_s,

@@ -499,7 +499,7 @@ class Watchdog:
         elif peer not in self._left and not (self._channel.peers or self._left_world):
             reason = f"rank {self._rank} has lost its connections to ranks 0 and 1"
             if self._limits.timeout is None:
-                _print(f"warning: {reason}")
+                call_for(PRINT_S, lambda: _print(f"warning: {reason}"))
             else:
                 self._end_job(reason + relaunch_hint(), reason, "lost", 1)
 

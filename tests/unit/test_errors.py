@@ -1,8 +1,10 @@
 """Hooks for uncaught exceptions, which end the job."""
 
 import contextlib
+import gc
 import sys
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -199,3 +201,23 @@ def test_what_one_rank_had_raised_is_told_where_ranks_disagree_after_it(
     leave_uncaught(error)
     told = f"mntrain: error: rank 1 of 4 on host had raised: {said}"
     assert capsys.readouterr().err == told * ends_communication
+
+
+def test_an_exception_that_ends_a_thread_of_the_users_is_not_kept():
+    watch, held = installed(), []
+
+    class Batch:
+        pass
+
+    def prefetch():
+        batch = Batch()
+        held.append(weakref.ref(batch))
+        raise KeyError("a bug")
+
+    thread = threading.Thread(target=prefetch)
+    thread.start()
+    thread.join()
+    watch.uninstall()
+    del thread
+    gc.collect()
+    assert held[0]() is None

@@ -47,11 +47,13 @@ def test_options_of_the_command_line():
 
 
 def test_bad_sizes_are_refused_in_one_line(capsys):
-    for sizes, bad in (("64K 4Q", "4Q"), ("10", "10")):
+    few = "must be a positive multiple of 4 bytes, such as 64K"
+    much = "must be less than 8G"
+    for sizes, bad, rule in (("64K 4Q", "4Q", few), ("10", "10", few), ("64K 8G", "8G", much)):
         with pytest.raises(SystemExit) as exit_:
             parse(["--sizes", *sizes.split()])
         assert exit_.value.code == 2
-        message = f"--sizes: must be a positive multiple of 4 bytes, such as 64K, not '{bad}'"
+        message = f"--sizes: {rule}, not '{bad}'"
         assert capsys.readouterr().err == f"mntrain: {message}\n"
 
 

@@ -1,5 +1,6 @@
 """Hosts that count as silent, and how they are asked."""
 
+import os
 import shlex
 import subprocess
 from itertools import pairwise
@@ -93,3 +94,17 @@ def test_a_script_reaches_sh_through_another_shell_in_one_line(argument):
     assert all(word.isprintable() for word in shlex.split(line))
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True)
     assert done.stdout == f"{argument} 1\\n;{argument} 2\\n;"
+
+
+def test_flux_is_asked_by_the_rank_of_a_hosts_broker_and_other_hosts_by_ssh(tmp_path, monkeypatch):
+    flux = tmp_path / "flux"
+    flux.write_text('#!/bin/sh\n[ "$*" = "hostlist --expand instance" ] && echo n1 n2 n3\n')
+    flux.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    hosts = [Host("n3"), Host("n2"), Host("other")]  # as in a hostfile
+    way = answers.Hosts(hosts, {"FLUX_URI": "x"}, "")
+    asked = [way.words(host, "true", "") for host in hosts]
+    assert [words[:4] for words in asked[:2]] == [
+        ["flux", "exec", "-n", f"--rank={rank}"] for rank in (2, 1)
+    ]
+    assert asked[2][0] == "ssh"

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launch import OPEN_MPI_ENVIRONMENT, mpirun_words
 from waiting import until
 
 from mntrain.__main__ import main
@@ -150,6 +151,14 @@ def test_starts_that_come_no_further_than_those_before_end(tmp_path):
     assert "again: none of 3 starts in a row came beyond step 99; the last: " in err[-1]
 
 
+def test_a_start_that_takes_more_steps_than_the_one_before_begins_the_count_anew(tmp_path):
+    steps = 'echo $((starts < 3 ? starts : 3)) >"$MNTRAIN_LAUNCH/step"'
+    code, _, err = end(launch(tmp_path, f"{STEP} {steps}; kill -9 $$"))
+    assert code == 137
+    assert (tmp_path / "starts").read_text().count("\n") == 6  # 1, 2, 3 steps, then three starts
+    assert "again: none of 3 starts in a row ended well; the last: " in err[-1]
+
+
 @pytest.mark.parametrize("writes", [False, True])
 def test_the_summary_of_an_earlier_job_says_nothing_of_this_one(tmp_path, writes):
     (tmp_path / "summary.json").write_text('{"status": "preempted"}')
@@ -210,12 +219,18 @@ def test_signals_are_passed_on_and_end_without_another_start(tmp_path, name):
 
 
 @pytest.mark.thorough
-def test_the_command_ends_with_launch_however_that_ends(tmp_path):
-    process = launch(tmp_path, "echo $$ >child; exec sleep 1000")
-    until(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text(), process)
+@pytest.mark.parametrize("launcher", ["", "mpirun"])
+def test_the_command_ends_with_launch_however_that_ends(tmp_path, launcher):
+    """And mpirun ends its ranks then."""
+    rank = ["sh", "-c", "echo $$ >>children; exec sleep 1000"]
+    words = [*mpirun_words(2), *rank] if launcher else rank
+    count, environment = (2, {**os.environ, **OPEN_MPI_ENVIRONMENT}) if launcher else (1, None)
+    process = launch(tmp_path, f"exec {shlex.join(words)}", env=environment)
+    path = tmp_path / "children"
+    until(lambda: path.exists() and path.read_text().count("\n") == count, process)
     process.kill()
-    child = Path("/proc", (tmp_path / "child").read_text().strip())
-    until(lambda: not child.exists())
+    children = [Path("/proc", pid) for pid in path.read_text().split()]
+    until(lambda: not any(child.exists() for child in children))
     process.communicate()
 
 

@@ -86,6 +86,19 @@ def test_the_thread_keeps_nothing_of_training_and_ends_at_once(opened, tmp_path)
     assert not thread.is_alive()
 
 
+def test_a_recorder_that_can_start_no_thread_says_so_and_leaves_no_file(
+    recorder, tmp_path, monkeypatch
+):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert recorder.open(tmp_path, "job") == f"{tmp_path}: can't start new thread"
+    assert not recorder.opened
+    assert recorder._crashes is None or not recorder._crashes.alive
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_newest_events_replace_the_oldest(recorder, tmp_path):
     recorder.open(tmp_path, "job")
     for number in range(2 * CAPACITY + 5):

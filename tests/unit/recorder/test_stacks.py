@@ -1,5 +1,7 @@
 """The stack of a thread that waits, goes on or has ended."""
 
+import os
+import resource
 import threading
 
 from mntrain.recorder.stacks import stack_of
@@ -53,3 +55,20 @@ def test_the_stack_of_a_thread_that_goes_on_is_one_of_its_moments():
         assert calls in [["inner"] * n + ["train"] for n in range(42)]
     ended.set()
     thread.join()
+
+
+def test_no_stack_is_known_while_no_file_descriptor_is_free():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        found = stack_of(threading.get_ident())
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found == []
+    assert stack_of(threading.get_ident())

@@ -1,6 +1,7 @@
 """The description of a job at its start, its counters, and what its summary adds up."""
 
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from reports import used
 
 from mntrain.rank_info import Usage, device_memory
 from mntrain.run.job_resources import memory_by_role
+from mntrain.train.description import transport_lines
 from mntrain.train.ending import JobResult, peak_flops
 from zero.memory import Memory
 
@@ -21,6 +23,15 @@ def test_a_result_counts_items_and_its_rate_leaves_out_single_slow_steps():
         result.add(100, seconds, skipped=False)
     assert result.items_per_s == 100.0
     assert (result.items, result.skipped_steps) == (500, 3)
+
+
+@pytest.mark.parametrize("transport", ["host", "nccl"])
+def test_kernels_of_the_gpu_are_named_where_sums_are_made_there(transport):
+    kernels = SimpleNamespace(why="CuPy's kernel for sums")
+    facts = {"transport": transport, "transport_line": f"{transport}; why", "kernels": kernels}
+    lines = transport_lines(SimpleNamespace(device=torch.device("cuda", 0), **facts))
+    expected = [f"transport: {transport}; why", "kernels: CuPy's kernel for sums"]
+    assert lines == expected[: 1 if transport == "host" else 2]
 
 
 def test_every_role_has_its_own_peak_and_of_equal_ranks_the_first_is_named():

@@ -4,7 +4,9 @@ import os
 import pty
 import signal
 import subprocess
+import sys
 import termios
+import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -12,7 +14,7 @@ import pytest
 from waiting import until
 
 from mntrain.recorder.late_ranks import late_ranks
-from mntrain.watchdog.rank_status import own_status, process_state, unread_output
+from mntrain.watchdog.rank_status import UNKNOWN_PLACE, own_status, process_state, unread_output
 
 
 @contextmanager
@@ -81,3 +83,25 @@ def test_a_process_that_does_not_answer_is_stopped_held_or_has_ended():
         finally:
             process.kill()
     assert process_state(process.pid) == "ended"
+
+
+def test_a_thread_that_newer_ones_hide_is_at_an_unknown_line_and_maybe_in_a_debugger(monkeypatch):
+    idle = SimpleNamespace(awaited=lambda: None, streams=[])
+    ended, main = threading.Event(), threading.get_ident()
+    threads = [threading.Thread(target=ended.wait) for _ in range(110)]
+    for thread in threads:
+        thread.start()
+    try:
+        for module in ("bdb", "pydevd", "debugpy"):
+            monkeypatch.delitem(sys.modules, module, raising=False)
+        status = own_status(idle, main, 0.0, limit=None)
+        assert (status.place, status.stack, status.debugged) == (UNKNOWN_PLACE, "", False)
+        monkeypatch.setitem(sys.modules, "bdb", None)
+        assert own_status(idle, main, 0.0, limit=None).debugged
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    status = own_status(idle, main, 0.0, limit=None)
+    assert f"{__file__}:" in status.place
+    assert not status.debugged

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import threading
 import time
 from types import SimpleNamespace
 
@@ -195,3 +196,18 @@ def test_a_rank_elsewhere_tells_that_the_monitors_do_not_answer(monkeypatch, cap
     assert len(said) == (not answers)
     assert answers or said[0].endswith("and ranks 0, 1 on a do not answer; no rank on a answers")
     assert answers or silent_hosts(said[0]) == ["a"]
+
+
+def test_a_loss_that_is_only_warned_of_does_not_wait_for_a_reader_of_stderr(job, monkeypatch):
+    until(job.connected)
+    read, rank = threading.Event(), job.ranks[2]
+    monkeypatch.setattr(watchdogs, "PRINT_S", 0.1)
+    monkeypatch.setattr(watchdogs, "_print", lambda text: read.wait(10.0))
+    rank._limits = Limits(1.0, None)
+    for other in job.ranks[:2]:
+        other.close()
+    until(lambda: not rank._channel.peers)
+    start = time.monotonic()
+    rank._on_disconnected(3, "reset by peer")
+    assert time.monotonic() - start < 5.0
+    read.set()
