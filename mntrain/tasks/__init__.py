@@ -272,7 +272,10 @@ def errors_of_task(task: Task, work: str) -> Iterator[None]:
         yield
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = inspect.getsourcefile(type(task))
+        try:
+            own = inspect.getsourcefile(type(task))
+        except (OSError, TypeError):  # of a class of `python -c`, or of a notebook
+            own = None
         frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])
         file, text = Path(frame.filename), str(error).partition("\n")[0]
         ours = frame.filename != own and file.is_relative_to(Path(__file__).parents[1])
