@@ -316,10 +316,10 @@ class Checkpoints:
         try:
             saved = end()
         except AgreedError as error:
-            if not warns:
-                raise
             self._failed += 1
             self._best_score = self._best_saved  # the next better one is saved
+            if not warns:
+                raise
             self._interval.failed()
             now = time.monotonic()
             if now >= self._warned_at + RETRY_S:
