@@ -27,6 +27,7 @@ __all__ = ["Loss", "Max", "Mean", "Metric", "Split", "Sum", "Task", "load"]
 Split = Literal["train", "valid"]
 
 _SHORT_NAMES = {"lm": "mntrain.tasks.lm:LanguageModel", "hf": "mntrain.tasks.hf:HuggingFaceTask"}
+_CLASSIFIER = "mntrain.tasks.hf:HuggingFaceClassifier"  # of hf with --hf.head classification
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +214,10 @@ def load(given: Given, config: Config) -> Task:
     name = config.task
     found: Any = given
     if isinstance(given, str):
-        found = import_class("--task", _SHORT_NAMES.get(given, given))
+        names = _SHORT_NAMES
+        if config.hf.head == "classification":
+            names = {**names, "hf": _CLASSIFIER}
+        found = import_class("--task", names.get(given, given))
     elif not inspect.isclass(given):
         raise ValueError(f"the task is of type {name}: give a Task, its class, or its name")
     if not issubclass(found, Task):
