@@ -20,7 +20,8 @@ from torch import Tensor
 
 from mntrain.checkpoint.exports import export_file, export_folder
 from mntrain.checkpoint.format import FILES, MODEL, OPTIMIZER, Manifest, open_tensors
-from mntrain.checkpoint.reader import find_sound, inspect, list_checkpoints, scores
+from mntrain.checkpoint.objects import names_of_objects
+from mntrain.checkpoint.reader import find_sound, inspected, scores
 from mntrain.metrics.display import printable
 from mntrain.metrics.terminal import stdout
 from mntrain.options.arguments import CommandParser
@@ -74,19 +75,13 @@ def run(words: Sequence[str]) -> int:
 
 
 def _list(options: Namespace, console: Console) -> int:
-    paths = list_checkpoints(options.path)
-    if not paths:
+    found = dict(inspected(options.path))
+    if not found:
         problem = (
             "a folder without checkpoints" if options.path.exists() else "there is no such folder"
         )
         raise ValueError(f"{options.path}: {problem}; give the folder of a run")
-    contents, problems = dict[Path, Manifest](), dict[Path, str]()
-    for path in paths:
-        try:
-            contents[path] = inspect(path)
-        except (OSError, ValueError) as error:
-            if path.exists():  # else the run has removed it meanwhile
-                problems[path] = f"{path}: {error}"
+    contents = {path: about for path, about in found.items() if isinstance(about, Manifest)}
     # The best is by the metric of the newest checkpoint.
     metric = next((content.scored_by for content in contents.values()), "eval_loss")
     best = next(iter(scores(contents, metric)), None)
@@ -94,13 +89,11 @@ def _list(options: Namespace, console: Console) -> int:
     for head in ("checkpoint", "step", "saved (UTC)", "ranks", "MB", "eval loss", "files"):
         numbers = head in ("step", "ranks", "MB", "eval loss")
         table.add_column(head, justify="right" if numbers else "left", no_wrap=True)
-    for path in paths:
-        if path in problems:
+    for path, content in found.items():
+        if isinstance(content, str):
             table.add_row(path.name, *[""] * 5, "unsound")
-            _fail(problems[path], DAMAGED)
-        if path not in contents:
+            _fail(f"{path}: {content}", DAMAGED)
             continue
-        content = contents[path]
         date, ranks = content.date[:16].replace("T", " "), str(content.world["ranks"])
         loss = "" if content.eval_loss is None else f"{content.eval_loss:.4f}"
         row = [str(content.step), date, ranks, f"{content.nbytes / 1e6:.1f}", loss]
@@ -108,7 +101,7 @@ def _list(options: Namespace, console: Console) -> int:
     console.print(table)
     if best is not None:
         _print(console, f"the best by {metric}: {best.name}")
-    return DAMAGED if problems else 0
+    return DAMAGED if len(contents) < len(found) else 0
 
 
 def _show(options: Namespace, console: Console) -> int:
@@ -125,8 +118,8 @@ def _show(options: Namespace, console: Console) -> int:
     )
     if task := content.config.get("task"):  # not in checkpoints of a user's own loop
         _print(console, f"task {task}, {content.samples} training samples")
-    if content.objects:
-        _print(console, f"states of {', '.join(content.objects)}")
+    if names := names_of_objects(content.objects):
+        _print(console, f"states of {', '.join(names)}")
     for line in files:
         _print(console, line)
     return 0

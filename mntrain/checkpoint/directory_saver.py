@@ -14,9 +14,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from mntrain.checkpoint.format import FILE, Manifest, checkpoint_name, sync_folder, write_manifest
+from mntrain.checkpoint.format import FILE, Manifest, checkpoint_name, sync_folder
 from mntrain.checkpoint.reader import list_checkpoints, scores
 from mntrain.checkpoint.saver import Save, Saved, Saver
+from mntrain.metrics.files import write_whole
 from mntrain.ranks import Ranks
 
 
@@ -77,7 +78,7 @@ def _make_valid(save: Save, content: Manifest) -> None:
 
     All other files must be on the disk. Raises OSError, and ValueError as `Manifest.to_json`.
     """
-    write_manifest(save.folder / FILE, content, save.mode)
+    write_whole(save.folder / FILE, content.to_json().encode(), save.mode)
     sync_folder(save.folder)
     if save.path.exists():  # damaged, or the job would have resumed from it
         save.path.rename(save.path.with_name(f".{save.path.name}.old"))

@@ -14,7 +14,8 @@ hold the optimizer state has it in the file in parts, one of each:
 
     header | a/exp_avg  b/exp_avg[0:300]  padding/0 | b/exp_avg[300:512]  c/exp_avg  padding/1 | ...
 
-Earlier versions, with format 1, wrote all tensors as wholes, without padding.
+Earlier versions, with format 1, wrote all tensors as wholes, without padding; with formats 1 and 2,
+some fields of the manifest had other names, and states that are now among the objects their own.
 
 The safetensors library reads these files, but writes only whole files from one process.
 Source: https://huggingface.co/docs/safetensors.
@@ -41,8 +42,8 @@ from torch import Tensor
 from mntrain.checks.storage import PAGE_BYTES
 from zero.layout import split
 
-FORMAT = "mntrain checkpoint 2"
-_READ = ("mntrain checkpoint 1", FORMAT)
+FORMAT = "mntrain checkpoint 3"
+_READ = ("mntrain checkpoint 1", "mntrain checkpoint 2", FORMAT)
 FILE = "manifest.json"
 MODEL = "model.safetensors"  # parameters and buffers, as in the model's state_dict
 # "parameter/key": optimizer state by element, and master weights; "other/parameter/number": tensors
@@ -297,8 +298,6 @@ class Manifest:
     # By file, in order, without gaps.
     checksums: dict[str, list[ChecksummedRange]] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)  # states, as `objects.merge` returns them
-    hook: dict[str, Any] = field(default_factory=dict)  # state of the communication hook, likewise
-    unnamed_state: dict[str, Any] = field(default_factory=dict)  # of no parameter, likewise
     optimizer_steps: int | None = None  # calls of `step`; None: as many as steps of the run
     optimizer_class: str = ""  # its name; empty if it is not known, as in earlier versions
     # By replica: `zero.exchange.replicas.Replicas.numbers`.
@@ -326,11 +325,8 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the text of the file. Raises ValueError for an option that JSON cannot hold."""
-        fields = {_KEYS.get(name, name): value for name, value in asdict(self).items()}
-        for state in fields["kept"].values():
-            state["by_element"] = state.pop("tensor_keys")
         try:
-            content = json.dumps(fields)
+            content = json.dumps(asdict(self))
         except TypeError as error:
             raise ValueError(f"the optimizer's options cannot be saved: {error}") from error
         whole = {"format": FORMAT, "checksum": zlib.crc32(content.encode()), "content": content}
@@ -363,8 +359,13 @@ def replica_name(parameter: str, replica: int) -> str:
     return f"{parameter}@{replica}" if replica else parameter
 
 
-# Names in the file of fields that have other names here.
-_KEYS = {"param_groups": "groups", "parameter_states": "kept", "checksums": "runs"}
+# Names of fields in formats 1 and 2.
+_EARLIER = {
+    "groups": "param_groups",
+    "kept": "parameter_states",
+    "runs": "checksums",
+    "by_element": "tensor_keys",
+}
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -388,23 +389,13 @@ def read_manifest(folder: Path) -> Manifest:
     raise ValueError(f"{FILE} {problem}")
 
 
-def write_manifest(path: Path, manifest: Manifest, mode: int) -> None:
-    """Write a manifest into a file, and wait for the disk. Raises OSError and ValueError.
-
-    `mode` is that of the file, less what the umask takes.
-    """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(path, flags, mode), "w", encoding="utf-8") as text:
-        text.write(manifest.to_json())
-        text.flush()
-        os.fsync(text.fileno())
-
-
-def _parse(fields: dict[str, Any]) -> Manifest:
-    for name, key in _KEYS.items():
-        fields[name] = fields.pop(key)
-    for name, state in fields["parameter_states"].items():
-        shape, order, keys = (tuple(state[key]) for key in ("shape", "order", "by_element"))
+def _parse(content: dict[str, Any]) -> Manifest:
+    fields = _renamed(content)
+    for name in ("hook", "unnamed_state"):  # of formats 1 and 2
+        fields["objects"] = fields.get("objects", {}) | fields.pop(name, {})
+    for name, about in fields["parameter_states"].items():
+        state = _renamed(about)
+        shape, order, keys = (tuple(state[key]) for key in ("shape", "order", "tensor_keys"))
         places, cuts = state.get("places", {}), tuple(state.get("cuts", ()))
         states = ParameterState(shape, order, keys, state["others"], places, cuts)
         fields["parameter_states"][name] = states
@@ -413,3 +404,7 @@ def _parse(fields: dict[str, Any]) -> Manifest:
     if fields.get("optimizer_steps") is None:
         fields["optimizer_steps"] = fields["step"]
     return Manifest(**fields)
+
+
+def _renamed(fields: dict[str, Any]) -> dict[str, Any]:
+    return {_EARLIER.get(name, name): value for name, value in fields.items()}

@@ -13,10 +13,11 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from mntrain.checkpoint.format import FILES, Manifest, checkpoint_name
-from mntrain.checkpoint.node_folders import NodeFolders, make_valid
+from mntrain.checkpoint.format import FILE, FILES, Manifest, checkpoint_name
+from mntrain.checkpoint.node_folders import NodeFolders
 from mntrain.checkpoint.reader import FoundCheckpoint
 from mntrain.checkpoint.saver import EXIT_S, Save, Saved, Saver, in_thread
+from mntrain.metrics.files import write_whole
 from mntrain.ranks import Ranks
 
 
@@ -128,7 +129,7 @@ class LocalSaver(Saver):
     def _publish(self, save: Save) -> None:
         """Write the manifest, and wait for this rank's copy. In a thread."""
         if self._folders.leader:
-            make_valid(save.path, save.described())
+            write_whole(save.path / FILE, save.described().to_json().encode(), save.mode)
         self._problem = self._copying.result()
         save.seconds = time.perf_counter() - save.start
 

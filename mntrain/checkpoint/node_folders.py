@@ -23,11 +23,11 @@ from mntrain.checkpoint.format import (
     opened,
     read_manifest,
     step_of,
-    write_manifest,
 )
 from mntrain.checkpoint.partner_copies import PartnerCopies
 from mntrain.checks.local_folder import NODE, Attempts, prepare, run_folder
 from mntrain.errors import AgreedError
+from mntrain.metrics.files import write_whole
 from mntrain.ranks import Ranks
 
 _ROUND = 512  # parts that all ranks together send until they meet: 8 GiB at most
@@ -214,7 +214,7 @@ class NodeFolders:
                         raise ValueError(f"to {world.places[nodes[node][0]].host}: {problem}")
         with world.agreement():
             if self.leader:
-                make_valid(self.own / name, manifest)
+                write_whole(self.own / name / FILE, manifest.to_json().encode(), 0o600)
 
     def _manifest(self, name: Path) -> Manifest | None:
         for folder in (self.own, *self.left):
@@ -260,13 +260,6 @@ def assign_senders(
             for node in readers:
                 sends[sender].setdefault(node, []).append(number)
     return [number for number, ranks in enumerate(owners) if not ranks], sends
-
-
-def make_valid(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest of a step into a folder, as a whole. Raises OSError and ValueError."""
-    new = folder / f".{FILE}"
-    write_manifest(new, manifest, 0o600)
-    new.rename(folder / FILE)
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""States of the small objects that a checkpoint holds, and of the communication hook.
+"""States of the small objects that a checkpoint holds, and of others by names that no object has.
 
 A state is encoded for JSON; what JSON lacks is tagged:
 
@@ -11,6 +11,7 @@ same ranks only. The manifest has the name of a tensor in the place of each.
 import base64
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from mntrain.checkpoint.format import DTYPE_NAMES, DTYPES
 
-HOOK = "comm_hook"
+HOOK = "comm_hook"  # the name of the state of the communication hook
+UNNAMED = "optimizer.state"  # the name of optimizer state of no parameter
+_EMPTY = {"type": "dict", "items": []}
 _TENSOR = "tensor of the file"  # the only key of what stands for a tensor of the hook
 _MAX_BYTES = 1 << 20  # of a tensor, an array or bytes
 
@@ -48,23 +51,18 @@ def encode_objects(objects: Mapping[str, Stateful]) -> dict[str, Any]:
 
 
 def encode_hook(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a hook's encoded state without tensors, and its tensors by name.
+    """Return a hook's encoded state under its name, without tensors, and its tensors by name.
 
-    The state is empty for a hook without one. Raises ValueError as `encode_objects`.
+    Both are empty for a hook without a state. Raises ValueError as `encode_objects`.
     """
     tensors: dict[str, Tensor] = {}
-    if not (state["state"] or state["used"]):
-        state = {"context": [], "state": {}, "used": []}
-    return {HOOK: encode(state, HOOK, tensors)}, tensors
+    used = state["state"] or state["used"]
+    return {HOOK: encode(state, HOOK, tensors)} if used else {}, tensors
 
 
-def merge_hooks(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the entry of the manifest for the hooks of all ranks; empty if none has a state.
-
-    `select` returns a rank's state from it, under the name HOOK.
-    """
-    merged = merge(by_rank)
-    return {} if merged == encode_hook({"state": {}, "used": []})[0] else merged
+def names_of_objects(merged: Mapping[str, Any]) -> list[str]:
+    """Return the names of what a loop has given, without the hook's and the optimizer's state."""
+    return [name for name in merged if name not in (HOOK, UNNAMED)]
 
 
 def hook_tensor(rank: int, name: str) -> str:
@@ -96,10 +94,13 @@ def decode_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one entry for each object, from the encoded states of all ranks: see `select`."""
+    """Return one entry for each object, from the encoded states of all ranks: see `select`.
+
+    A rank without an entry that others have has an empty state.
+    """
     merged = {}
-    for name in by_rank[0]:
-        states = [encoded[name] for encoded in by_rank]
+    for name in dict.fromkeys(chain.from_iterable(by_rank)):
+        states = [encoded.get(name, _EMPTY) for encoded in by_rank]
         texts = {repr(state) for state in states}  # in which nan equals nan
         merged[name] = {"by_rank": states} if len(texts) > 1 else states[0]
     return merged
@@ -117,16 +118,20 @@ def select(
     Raises ValueError for an object that the checkpoint lacks, and for a state that differed between
     ranks if their number has changed.
     """
+    if name == UNNAMED and name not in merged:
+        return {}
     if name not in merged:
-        held = f"it has that of {', '.join(sorted(merged))}" if merged else "it has none"
+        names = sorted(names_of_objects(merged))
+        held = f"it has that of {', '.join(names)}" if names else "it has none"
         raise ValueError(f"the checkpoint has no state of {name} ({held}): leave out {name}=")
     entry = merged[name]
     if "by_rank" in entry:
         states = entry["by_rank"]
         if len(states) != size:
+            other = f", or leave out {name}=" if name != UNNAMED else ""
             raise ValueError(
                 f"the state of {name} differed between the {len(states)} ranks that saved it, so "
-                f"{size} cannot restore it: use {len(states)} ranks, or leave out {name}="
+                f"{size} cannot restore it: use {len(states)} ranks{other}"
             )
         entry = states[rank]
     state: dict[str, Any] = decode(entry, read)

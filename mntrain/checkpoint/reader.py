@@ -44,6 +44,7 @@ from mntrain.checkpoint.model_state import (
 from mntrain.checkpoint.node_folders import NOT_WRITTEN, NodeFolders
 from mntrain.checkpoint.objects import (
     HOOK,
+    UNNAMED,
     Stateful,
     decode_options,
     hook_tensor,
@@ -51,7 +52,7 @@ from mntrain.checkpoint.objects import (
     select,
 )
 from mntrain.checkpoint.snapshots import set_random_states
-from mntrain.checkpoint.state_values import decode_unnamed, decode_values
+from mntrain.checkpoint.state_values import decode_values
 from mntrain.errors import AgreedError, combined_refusals
 from mntrain.ranks import Ranks
 from zero.optimizer import ZeroOptimizer
@@ -126,6 +127,19 @@ def inspect(path: Path) -> Manifest:
         if about.st_size != length:
             raise ValueError(f"{name} has {about.st_size} bytes, and was written with {length}")
     return content
+
+
+def inspected(run_dir: Path) -> Iterator[tuple[Path, Manifest | str]]:
+    """Yield each checkpoint of a run, the newest first, with its manifest or what is wrong.
+
+    Without those that the run removes meanwhile. Raises OSError as `list_checkpoints`.
+    """
+    for path in list_checkpoints(run_dir):
+        try:
+            yield path, inspect(path)
+        except (OSError, ValueError) as error:
+            if path.exists():
+                yield path, str(error)
 
 
 def verify(
@@ -315,7 +329,7 @@ def load(
                     "in_sync": not own,
                     "sync_weights": numbers[optimizer.sync_schedule.replica] if numbers else [],
                     "comm_hook": _read_hook_state(found, world),
-                    "unnamed_state": decode_unnamed(manifest.unnamed_state, world.rank, world.size),
+                    "unnamed_state": select(manifest.objects, UNNAMED, world.rank, world.size),
                 }
             )
         for group, before in zip(optimizer.param_groups, present, strict=True):
@@ -385,11 +399,11 @@ def _lacking(kind: Any, options: Mapping[str, Any], state: ParameterState) -> st
 
 def _read_hook_state(found: FoundCheckpoint, world: Ranks) -> dict[str, Any] | None:
     """Return the state of this rank's communication hook, or what stands for one of other ranks."""
-    merged, ranks, rank = found.manifest.hook, found.manifest.world["ranks"], world.rank
-    if not merged:
+    merged, ranks, rank = found.manifest.objects, found.manifest.world["ranks"], world.rank
+    if HOOK not in merged:
         return None
     if ranks != world.size:
-        return {"context": f"{ranks} ranks", "state": merged}
+        return {"context": f"{ranks} ranks", "state": merged[HOOK]}
     with open_tensors(found.path / RANDOM) as file:
         return select(
             merged, HOOK, rank, ranks, lambda name: file.get_tensor(hook_tensor(rank, name))

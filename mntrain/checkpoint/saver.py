@@ -58,18 +58,19 @@ from mntrain.checkpoint.format import (
 )
 from mntrain.checkpoint.model_state import MadeModel, check_restorable, parameters_in
 from mntrain.checkpoint.objects import (
+    UNNAMED,
     Stateful,
+    encode,
     encode_hook,
     encode_objects,
     encode_options,
     hook_tensor,
     merge,
-    merge_hooks,
     other_tensor,
 )
 from mntrain.checkpoint.reader import compare, is_shared
 from mntrain.checkpoint.snapshots import SnapshotBuffer, TensorRange, random_states
-from mntrain.checkpoint.state_values import check_values, encode_unnamed, encode_values
+from mntrain.checkpoint.state_values import check_values, encode_values
 from mntrain.checks.storage import is_visible
 from mntrain.errors import AgreedError, TrainingStoppedError
 from mntrain.ranks import Ranks
@@ -94,9 +95,7 @@ class ShardOutline(NamedTuple):
     options: list[dict[str, Any]]  # likewise, of each parameter group, encoded
     shapes: dict[str, Shapes]  # of the tensors that it alone writes, by file
     states: dict[str, ParameterState]
-    objects: dict[str, Any]  # encoded states
-    hook: dict[str, Any]  # encoded state of the communication hook, without tensors
-    unnamed: dict[str, Any]  # encoded optimizer state of no parameter
+    objects: dict[str, Any]  # encoded states, also of the communication hook, without tensors
 
 
 @dataclass(eq=False)
@@ -358,14 +357,11 @@ class Saver(ABC):
         ranges += [TensorRange(RANDOM, name, tensor.reshape(-1), 0) for name, tensor in own.items()]
         replica, replicas = optimizer.sync_schedule.replica, optimizer.replicas
         weights = [] if replicas is None else replicas.numbers()
-        encoded, unnamed = (
-            encode_objects(self.objects),
-            encode_unnamed(unnamed_state(optimizer.state)),
-        )
+        objects = encode_objects(self.objects) | hook
+        if unnamed := unnamed_state(optimizer.state):
+            objects[UNNAMED] = encode(unnamed, UNNAMED)
         options = [encode_options(hyperparameters(group)) for group in optimizer.param_groups]
-        return ShardOutline(
-            replica, weights, options, shapes, states, encoded, hook, unnamed
-        ), ranges
+        return ShardOutline(replica, weights, options, shapes, states, objects), ranges
 
     def _end(self, save: Save) -> None:
         self._pending = None
@@ -520,8 +516,6 @@ def _lay_out(save: Save, model: Shapes, outlines: Sequence[ShardOutline]) -> dic
         save.manifest,
         parameter_states=states,
         objects=merge([outline.objects for outline in outlines]),
-        hook=merge_hooks([outline.hook for outline in outlines]),
-        unnamed_state=merge([outline.unnamed for outline in outlines]),
         sync_weights=[weights[replica] for replica in sorted(weights)],
         replica_options=[options[replica] for replica in sorted(options) if len(options) > 1],
     )

@@ -6,18 +6,17 @@ else is one entry, as of a small object (`objects`), and its tensors go into a f
     {"step": {"dtype": "F32", "value": 3.0}, "": {"type": "dict", "items": [["row_var", ...]]}}
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mntrain.checkpoint.format import DTYPE_NAMES, DTYPES
-from mntrain.checkpoint.objects import decode, encode
+from mntrain.checkpoint.objects import UNNAMED, decode, encode
 
 _REST = ""  # the key of what has no entry of its own
 _FEW = 16  # elements of a tensor in the manifest
-_STATE = "optimizer.state"
 
 
 def encode_values(values: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -40,7 +39,7 @@ def encode_values(values: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, 
         else:
             rest[key] = value
     if rest:
-        encoded[_REST] = encode(rest, _STATE, tensors)
+        encoded[_REST] = encode(rest, UNNAMED, tensors)
     _check_dtypes(tensors)
     return encoded, tensors
 
@@ -63,7 +62,7 @@ def check_values(state: Mapping[Any, Any]) -> None:
     """Raise ValueError for state that a checkpoint does not hold. `state` has that of tensors."""
     for key, value in state.items():
         tensors: dict[str, Tensor] = {}
-        encode(value if isinstance(key, Tensor) else {key: value}, _STATE, tensors)
+        encode(value if isinstance(key, Tensor) else {key: value}, UNNAMED, tensors)
         _check_dtypes(tensors)
 
 
@@ -74,27 +73,3 @@ def _check_dtypes(tensors: Mapping[str, Tensor]) -> None:
                 f"the optimizer's state has a tensor of {tensor.dtype} and {tensor.layout}, and "
                 f"a checkpoint holds dense ones of {', '.join(map(str, DTYPE_NAMES))}"
             )
-
-
-def encode_unnamed(state: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return one rank's state of no parameter for JSON, to be merged with that of all ranks.
-
-    Raises ValueError for what a checkpoint does not hold.
-    """
-    return {_STATE: encode(dict(state), _STATE)}
-
-
-def decode_unnamed(merged: Mapping[str, Any], rank: int, size: int) -> dict[Any, Any]:
-    """Return this rank's state of no parameter, from what the ranks have merged.
-
-    Raises ValueError if it differed between ranks and their number has changed.
-    """
-    entry = merged.get(_STATE, {"type": "dict", "items": []})
-    states: Sequence[Any] = entry.get("by_rank", [entry] * size)
-    if len(states) != size:
-        raise ValueError(
-            "the optimizer keeps state under keys that are no parameters, and it differed between "
-            f"the {len(states)} ranks that saved it, so {size} cannot restore it: use as many"
-        )
-    state: dict[Any, Any] = decode(states[rank])
-    return state

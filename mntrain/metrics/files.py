@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +103,15 @@ def loss_text(run_dir: Path, missing: Sequence[str]) -> str:
     return f"{run_dir} lacks {', '.join(missing)}: these could not be written"
 
 
-def write_whole(path: Path, content: bytes | Iterable[bytes]) -> None:
-    """Write a file that appears, or replaces an older one, as a whole and synced to disk."""
+def write_whole(path: Path, content: bytes | Iterable[bytes], mode: int = 0o666) -> None:
+    """Write a file that appears, or replaces an older one, as a whole and synced to disk.
+
+    `mode` is that of the file, less what the umask takes.
+    """
     # A name that nobody can foresee, and has put a link to another file in the place of.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with temporary.open("xb") as file:
+        with open(temporary, "xb", opener=partial(os.open, mode=mode)) as file:
             file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())

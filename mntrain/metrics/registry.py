@@ -102,14 +102,10 @@ class StepRecord:
         Metric("mean", named=True, row="evaluation", summary="eval_metrics"),
     ] = None
 
-    round_loss: Annotated[
-        float | None, Metric("mean", label="of all nodes", format=_loss_text, row="line")
-    ] = None
-    """Loss of all steps since the last exchange, where nodes train alone between exchanges."""
     slow_ranks: Annotated[dict[str, float] | None, Metric("same", named=True)] = None
     """Ratio by "rank/phase" of the time of a slow rank for a sample to that of the others."""
     rank_step_s: Annotated[dict[str, float] | None, _OF_EACH] = None
-    """Time of the step before, with --log.per-rank: ranks tell it in the message of this one."""
+    """Time of the step before, in metrics.jsonl, with --log.per-rank."""
     rank_data: Annotated[dict[str, float] | None, _OF_EACH] = None
     rank_forward: Annotated[dict[str, float] | None, _OF_EACH] = None
     rank_backward: Annotated[dict[str, float] | None, _OF_EACH] = None

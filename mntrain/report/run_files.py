@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mntrain.alike.naming import naming
-from mntrain.checkpoint.reader import inspect, list_checkpoints
+from mntrain.checkpoint.reader import inspected
 from mntrain.metrics.files import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -95,13 +95,9 @@ class RunFiles:
 
     def checkpoints(self) -> Iterator[dict[str, Any]]:
         """Yield what is known of each checkpoint, the newest first."""
-        for path in list_checkpoints(self.path):
-            try:
-                content = inspect(path)
-            except (OSError, ValueError) as error:
-                if not path.exists():  # the run has removed it meanwhile
-                    continue
-                yield {"checkpoint": path.name, "saved by": f"unsound: {error}"}
+        for path, content in inspected(self.path):
+            if isinstance(content, str):
+                yield {"checkpoint": path.name, "saved by": f"unsound: {content}"}
                 continue
             yield {
                 "checkpoint": path.name,

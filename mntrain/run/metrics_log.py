@@ -5,6 +5,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple, Self
 
@@ -83,6 +84,7 @@ class MetricsLog:
         self._lines = deque[_Line]()  # whose sums are under way
         self._values = NamedSums()
         self._last: dict[str, Any] = {}  # the last value of each name in the lines
+        self._own: dict[str, float] = {}  # of this rank, for all to know
         self._start = time.perf_counter()
         self._timer = StepTimer(world.collectives)
         self._open = True
@@ -118,7 +120,8 @@ class MetricsLog:
 
     def flush(self) -> None:
         """Write the last lines. Collective; waits for their means."""
-        self._write_lines(self._sums.take_all())
+        if self._lines:  # a job has none, whose last step nothing follows
+            self._write_lines(self._sums.take_all())
 
     def _write_lines(self, taken: Sequence[Sums]) -> None:
         """Write the lines that were logged first, by their sums. Collective if they have new names.
@@ -149,8 +152,18 @@ class MetricsLog:
                     means[name] = mean
             self.write({"step": line.step, **means, **line.times, **by_rank})
 
-    def write(self, line: Line) -> None:
-        """Append a line that is complete, on rank 0. Local; never raises."""
+    def write(self, line: Line, *, own: Mapping[str, float] | None = None) -> None:
+        """Append a line that is complete but for the values of each rank, on rank 0.
+
+        Local, and never raises; with values of this rank of its `own` collective, in each step.
+        They are in the next line; where nodes train alone, the latest in the line of an exchange.
+        """
+        if own:
+            for taken in self._sums.take():
+                line = {**line, **taken.by_rank}
+            self._own.update(own)
+            if not self._sums.waiting:
+                self._sums.start({}, {n: partial(self._own.__getitem__, n) for n in own})
         self._last |= line
         if self._world.master:
             self._opened().write(line)

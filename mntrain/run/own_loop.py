@@ -15,6 +15,7 @@ from torch import nn
 from mntrain.alike.compared_options import compare_config
 from mntrain.alike.values import compare
 from mntrain.checkpoint import Saved
+from mntrain.checkpoint.objects import HOOK, UNNAMED
 from mntrain.data.loader import ShardRegistry
 from mntrain.errors import AgreedError
 from mntrain.metrics.copies import expect_installed
@@ -104,6 +105,8 @@ class OwnLoop:
             if rare and _trained(other) & of_model:
                 raise ValueError(_TWO_AVERAGES)
         for name, value in saved.objects.items():
+            if name in (HOOK, UNNAMED):
+                raise ValueError(f"checkpoints have {name} anyway: give the object another name")
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise ValueError(
                     f"{name} is a {type(value).__name__} without state_dict and load_state_dict: "

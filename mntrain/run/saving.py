@@ -14,7 +14,7 @@ from mntrain.alike.compared_task import changed_data
 from mntrain.alike.values import compare
 from mntrain.checkpoint import DirectorySaver, FoundCheckpoint, Manifest, Save, Saved
 from mntrain.checkpoint.format import checkpoint_name
-from mntrain.checkpoint.objects import Stateful
+from mntrain.checkpoint.objects import Stateful, names_of_objects
 from mntrain.data.loader import ShardedLoader
 from mntrain.errors import AgreedError, raised_by_all
 from mntrain.options.config import CheckpointConfig
@@ -316,10 +316,10 @@ class Checkpoints:
         try:
             saved = end()
         except AgreedError as error:
-            if not warns:
-                raise
             self._failed += 1
             self._best_score = self._best_saved  # the next better one is saved
+            if not warns:
+                raise
             self._interval.failed()
             now = time.monotonic()
             if now >= self._warned_at + RETRY_S:
@@ -380,7 +380,7 @@ class Checkpoints:
         has_scheduler = any("initial_lr" in group for group in self._saver.optimizer.param_groups)
         if has_scheduler and not any(hasattr(value, "last_epoch") for value in objects.values()):
             warn("the learning-rate scheduler of the optimizer begins anew: give scheduler=")
-        if unused := sorted(found.manifest.objects.keys() - objects.keys()):
+        if unused := sorted({*names_of_objects(found.manifest.objects)} - objects.keys()):
             warn(f"{found.path.name} also has the state of {', '.join(unused)}")
         if changed := changed_data(found.manifest.data, self._data):
             warn(changed)

@@ -27,6 +27,7 @@ __all__ = ["Loss", "Max", "Mean", "Metric", "Split", "Sum", "Task", "load"]
 Split = Literal["train", "valid"]
 
 _SHORT_NAMES = {"lm": "mntrain.tasks.lm:LanguageModel", "hf": "mntrain.tasks.hf:HuggingFaceTask"}
+_CLASSIFIER = "mntrain.tasks.hf:HuggingFaceClassifier"  # of hf with --hf.head classification
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +214,10 @@ def load(given: Given, config: Config) -> Task:
     name = config.task
     found: Any = given
     if isinstance(given, str):
-        found = import_class("--task", _SHORT_NAMES.get(given, given))
+        names = _SHORT_NAMES
+        if config.hf.head == "classification":
+            names = {**names, "hf": _CLASSIFIER}
+        found = import_class("--task", names.get(given, given))
     elif not inspect.isclass(given):
         raise ValueError(f"the task is of type {name}: give a Task, its class, or its name")
     if not issubclass(found, Task):
@@ -272,7 +276,10 @@ def errors_of_task(task: Task, work: str) -> Iterator[None]:
         yield
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = inspect.getsourcefile(type(task))
+        try:
+            own = inspect.getsourcefile(type(task))
+        except (OSError, TypeError):  # of a class of `python -c`, or of a notebook
+            own = None
         frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])
         file, text = Path(frame.filename), str(error).partition("\n")[0]
         ours = frame.filename != own and file.is_relative_to(Path(__file__).parents[1])

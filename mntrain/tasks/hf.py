@@ -1,7 +1,6 @@
-"""Training of Hugging Face models: language models and classifiers, with data and loss of each."""
+"""Training of Hugging Face models: language models and classifiers."""
 
 import inspect
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,28 +19,30 @@ from mntrain.corpus.training_tokens import (
     refuse_shared,
 )
 from mntrain.options.config import Config
-from mntrain.tasks import Loss, Split
+from mntrain.tasks import Loss, Split, Task
 from mntrain.tasks.hf_model import ModelFolder
-from mntrain.tasks.token_windows import TextTask, TokenSplits, Windows
+from mntrain.tasks.token_windows import TextTask, Windows
 
 
-class CausalLM(TokenSplits):
-    """Next-token prediction; a sample is a window of length + 1 tokens.
+class HuggingFaceTask(TextTask):
+    """A causal language model of the transformers library from a local folder, by --hf.
 
-    Raises ValueError for data that do not fit the model.
+    A sample is a window of length + 1 tokens. Raises ValueError for a folder or for data that do
+    not fit.
     """
 
-    collate: Callable[[list[Any]], Any] | None = None
-    items = "tokens"  # that the loss counts
-
-    def __init__(self, config: Config, folder: ModelFolder) -> None:
-        data = config.data
-        self.length, given = folder.length(), _tokenizer_option(config, folder)
-        self.data = open_training_tokens(data.path, data.glob, given, data.text_field)
-        self.tokenizer = _fitting(self.data.tokenizer, folder)
+    def __init__(self, config: Config) -> None:
+        self._folder = folder = _open_folder(config, "causal-lm")
+        data, length, given = config.data, folder.length(), _tokenizer_option(config, folder)
+        text = open_training_tokens(data.path, data.glob, given, data.text_field)
+        _check_fits(text.tokenizer, folder)
         fix = f"the model of {folder.path} has no such token; give tokens of its tokenizer"
-        windows = Windows(self.data.tokens, self.length, folder.vocabulary, fix)
-        super().__init__(config, self.data, windows, "--hf.max-length")
+        windows = Windows(text.tokens, length, folder.vocabulary, fix)
+        super().__init__(config, text, windows, "--hf.max-length")
+
+    def model(self) -> nn.Module:
+        """Return a new model in fp32, with the folder's weights if it has some."""
+        return self._folder.make()
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         """Return the mean cross-entropy in nats of windows (b, length + 1), counted in tokens."""
@@ -51,24 +52,62 @@ class CausalLM(TokenSplits):
             F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()), targets.numel()
         )
 
+    def compared_files(self) -> dict[str, Path]:
+        """Return the files of the data and of the model."""
+        return {**super().compared_files(), **self._folder.files()}
 
-class Classification:
-    """Classification of labelled records; a sample is token ids and the index of the label.
+    def compared_values(self) -> dict[str, str]:
+        """Return the identities of the tokenizer and of the model's configuration."""
+        return {**super().compared_values(), **self._folder.identities}
 
-    Raises ValueError for data that do not fit the model.
+    def run_files(self) -> dict[str, bytes]:
+        """Return the files that `ckpt export --hf` puts beside the weights."""
+        return self._folder.run_files(self.text.tokenizer)
+
+    def describe_data(self) -> str:
+        """Return where the weights come from, and the amount of data."""
+        return f"{self._folder.describe()}\n{super().describe_data()}"
+
+    def flops_per_item(self, model: nn.Module) -> float | None:
+        """Return 6 FLOPs for each parameter of a token, without attention's products.
+
+        Embeddings count only if they also compute the logits. None if the number does not describe
+        the model: with frozen parameters or experts.
+        """
+        frozen = any(not parameter.requires_grad for parameter in model.parameters())
+        experts = any("expert" in name for name, _ in model.named_modules())
+        if frozen or experts:
+            return None
+        looked_up = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+        computing = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
+        count = sum(p.numel() for p in model.parameters() if p not in looked_up - computing)
+        return 6.0 * count
+
+    def next_logits(self, model: nn.Module, window: Tensor) -> Tensor:
+        """Return the logits (vocabulary) of the token behind ids (1, n)."""
+        logits: Tensor = model(input_ids=window, use_cache=False).logits
+        return logits[0, -1]
+
+
+class HuggingFaceClassifier(Task):
+    """A classifier of the transformers library from a local folder, by --hf.
+
+    A sample of the labelled records is token ids and the index of the label. Raises ValueError for
+    a folder or for data that do not fit.
     """
 
-    items = "samples"
-
-    def __init__(self, config: Config, folder: ModelFolder) -> None:
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._folder = folder = _open_folder(config, "classification")
         data, fields = config.data, (config.data.text_field, config.hf.label_field)
-        tokenizer = _fitting(load_tokenizer(_tokenizer_option(config, folder)), folder)
+        tokenizer = load_tokenizer(_tokenizer_option(config, folder))
+        _check_fits(tokenizer, folder)
         if not isinstance(tokenizer, FileTokenizer):
             raise ValueError("--hf.head classification: give --data.tokenizer hf:PATH or bpe:FILE")
-        self.tokenizer: Tokenizer | None = tokenizer
+        self._tokenizer = tokenizer
         with named_in_errors("--data.path") as label:
             sources = find_files(data.path, data.glob)
-        self.length = folder.length()
+        length = folder.length()
         texts, labels = read_labelled(sources, *fields)
         names = [str(label) for label in sorted(set(labels))]
         if len(names) < 2:
@@ -81,9 +120,9 @@ class Classification:
         if folder.config.pad_token_id is None:
             folder.config.pad_token_id = tokenizer.end_of_text
         self.collate = partial(pad_batch, padding=folder.config.pad_token_id)
-        self.files = sources.by_name(label)
-        self.values = {"the tokenizer": tokenizer.identity, "the labels": repr(names)}
-        samples = LabelledTokens(texts, labels, ids, tokenizer, self.length)
+        self._files = sources.by_name(label)
+        self._values = {"the tokenizer": tokenizer.identity, "the labels": repr(names)}
+        samples = LabelledTokens(texts, labels, ids, tokenizer, length)
         # Files are often sorted by label; both splits should have all labels.
         count, given = len(samples), data.validation_paths
         order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
@@ -100,12 +139,16 @@ class Classification:
                 files = find_files(path, data.glob)
                 refuse_shared(sources, files)
                 texts, labels = read_labelled(files, *fields)
-                made = LabelledTokens(texts, labels, ids, tokenizer, self.length)
+                made = LabelledTokens(texts, labels, ids, tokenizer, length)
             self._valid[name] = made
-            self.files |= named_files(files.by_name(label), label)
+            self._files |= named_files(files.by_name(label), label)
             self._lines.append(
                 f"{f'validation {name}'.strip()}: {len(texts):,} records with {made.describe()}"
             )
+
+    def model(self) -> nn.Module:
+        """Return a new model in fp32, with the folder's weights if it has some."""
+        return self._folder.make()
 
     def dataset(self, split: Split) -> Dataset[Any] | dict[str, Dataset[Any]]:
         """Return pairs of token ids and the index of the label."""
@@ -120,9 +163,21 @@ class Classification:
         accuracy = (logits.argmax(dim=1) == labels).float().mean()
         return Loss(F.cross_entropy(logits, labels), len(labels), {"accuracy": accuracy})
 
-    def describe(self) -> str:
-        """Return the number of records, of labels, and of tokens."""
-        return "\n".join(self._lines)
+    def compared_files(self) -> dict[str, Path]:
+        """Return the files of the data and of the model."""
+        return {**self._files, **self._folder.files()}
+
+    def compared_values(self) -> dict[str, str]:
+        """Return the labels, and the identities of the tokenizer and the model's configuration."""
+        return {**self._values, **self._folder.identities}
+
+    def run_files(self) -> dict[str, bytes]:
+        """Return the files that `ckpt export --hf` puts beside the weights."""
+        return self._folder.run_files(self._tokenizer)
+
+    def describe_data(self) -> str:
+        """Return where the weights come from, and the numbers of records, labels and tokens."""
+        return "\n".join([self._folder.describe(), *self._lines])
 
 
 class LabelledTokens(Dataset[Any]):
@@ -222,79 +277,21 @@ def _tokenizer_option(config: Config, folder: ModelFolder) -> str:
     )
 
 
-def _fitting(tokenizer: Tokenizer | None, folder: ModelFolder) -> Tokenizer | None:
-    """Return a tokenizer. Raises ValueError if it has more tokens than the model."""
+def _check_fits(tokenizer: Tokenizer | None, folder: ModelFolder) -> None:
+    """Raise ValueError for a tokenizer with more tokens than the model."""
     if tokenizer is not None and tokenizer.size > folder.vocabulary:
         raise ValueError(
             f"the tokenizer has {tokenizer.size} tokens, and the model of {folder.path} only "
             f"{folder.vocabulary}: give the tokenizer of the model, or a larger vocab_size"
         )
-    return tokenizer
 
 
-HEADS: dict[str, type[CausalLM] | type[Classification]] = {
-    "causal-lm": CausalLM,
-    "classification": Classification,
-}
-
-
-class HuggingFaceTask(TextTask):
-    """A model of the transformers library from a local folder, by the options of --hf.
-
-    Raises ValueError for a folder or for data that do not fit.
-    """
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self._folder = ModelFolder(config.hf)
-        head = self._head = HEADS[config.hf.head](config, self._folder)
-        self.collate, self.items, self.context = head.collate, head.items, head.length
-        self.text = head.data if isinstance(head, CausalLM) else None
-
-    def model(self) -> nn.Module:
-        """Return a new model in fp32, with the folder's weights if it has some."""
-        return self._folder.make()
-
-    def dataset(self, split: Split) -> Dataset[Any] | dict[str, Dataset[Any]]:
-        """Return a split of the data; for validation, sets by name if the options name them."""
-        return self._head.dataset(split)
-
-    def loss(self, model: nn.Module, batch: Any) -> Loss:
-        """Return the mean cross-entropy in nats over the targets of the head."""
-        return self._head.loss(model, batch)
-
-    def compared_files(self) -> dict[str, Path]:
-        """Return the files of the data and of the model."""
-        return {**self._head.files, **self._folder.files()}
-
-    def compared_values(self) -> dict[str, str]:
-        """Return the identities of the tokenizer and of the model's configuration."""
-        return {**self._head.values, "the model's config.json": self._folder.identity}
-
-    def run_files(self) -> dict[str, bytes]:
-        """Return the files that `ckpt export --hf` puts beside the weights."""
-        return self._folder.run_files(self._head.tokenizer)
-
-    def describe_data(self) -> str:
-        """Return where the weights come from, and the amount of data."""
-        return f"{self._folder.describe()}\n{self._head.describe()}"
-
-    def flops_per_item(self, model: nn.Module) -> float | None:
-        """Return 6 FLOPs for each parameter of a token, without attention's products.
-
-        Embeddings count only if they also compute the logits. None if the number does not describe
-        the model: with frozen parameters, experts, or samples of different lengths.
-        """
-        frozen = any(not parameter.requires_grad for parameter in model.parameters())
-        experts = any("expert" in name for name, _ in model.named_modules())
-        if frozen or experts or self.text is None:
-            return None
-        looked_up = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-        computing = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
-        count = sum(p.numel() for p in model.parameters() if p not in looked_up - computing)
-        return 6.0 * count
-
-    def next_logits(self, model: nn.Module, window: Tensor) -> Tensor:
-        """Return the logits (vocabulary) of the token behind ids (1, n)."""
-        logits: Tensor = model(input_ids=window, use_cache=False).logits
-        return logits[0, -1]
+def _open_folder(config: Config, head: str) -> ModelFolder:
+    """Return the folder --hf.model. Raises ValueError if --hf.head is not that of the task."""
+    if config.hf.head != head:
+        raise ValueError(
+            f"--hf.head {config.hf.head}: the task {config.task} is of --hf.head {head}; derive it "
+            "from HuggingFaceTask of mntrain.tasks.hf for causal-lm, from HuggingFaceClassifier "
+            "for classification"
+        )
+    return ModelFolder(config.hf)

@@ -54,7 +54,7 @@ class ModelFolder:
             raise ValueError(
                 f"--hf.model: {file} is not a configuration of the transformers library: {error}"
             ) from error
-        self.identity = hashlib.sha256(file.read_bytes()).hexdigest()
+        self.identities = {"the model's config.json": hashlib.sha256(file.read_bytes()).hexdigest()}
         self.weights = [] if given == file else self._find_weights()
         self.vocabulary: int = self.config.get_text_config().vocab_size
         self.new_tensors: list[str] = []  # that the weights lack, after `make`

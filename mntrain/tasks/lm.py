@@ -1,16 +1,13 @@
 """The built-in task: next-token prediction on text or on files of token ids."""
 
-from pathlib import Path
-
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from mntrain.corpus.tokenizer import FileTokenizer
 from mntrain.corpus.training_tokens import TrainingTokens, open_training_tokens
 from mntrain.options.config import Config
 from mntrain.options.huggingface import RUN_FOLDER
-from mntrain.tasks import Loss, Split
-from mntrain.tasks.token_windows import TextTask, TokenSplits, Windows
+from mntrain.tasks import Loss
+from mntrain.tasks.token_windows import TextTask, Windows
 from mntrain.tasks.transformer import Transformer
 
 _MOST = 1 << 31  # ids of a vocabulary that is taken from the data
@@ -24,49 +21,29 @@ class LanguageModel(TextTask):
     short.
     """
 
-    items = "tokens"
-    text: TrainingTokens
-
     def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        data, self.context = config.data, config.model.context
+        data = config.data
         tokenizer = "bytes" if data.tokenizer == "auto" else data.tokenizer
-        self.text = open_training_tokens(data.path, data.glob, tokenizer, data.text_field)
-        self._vocab = _vocabulary(self.text, config.model.vocab)
-        windows = Windows(self.text.tokens, self.context, self._vocab)
-        self._splits = TokenSplits(config, self.text, windows, "--model.context")
+        text = open_training_tokens(data.path, data.glob, tokenizer, data.text_field)
+        self._vocab = _vocabulary(text, config.model.vocab)
+        windows = Windows(text.tokens, config.model.context, self._vocab)
+        super().__init__(config, text, windows, "--model.context")
 
     def model(self) -> Transformer:
         """Return a new transformer of the configured size."""
         shape = self.config.model
         return Transformer(shape.layers, shape.width, shape.heads, shape.context, self._vocab)
 
-    def dataset(self, split: Split) -> Dataset[Tensor] | dict[str, Dataset[Tensor]]:
-        """Return the windows of a split (`TokenSplits.dataset`)."""
-        return self._splits.dataset(split)
-
     def loss(self, model: nn.Module, batch: Tensor) -> Loss:
         """Return the mean cross-entropy in nats of windows (b, context + 1), counted in tokens."""
         targets = batch[:, 1:]
         return Loss(model(batch[:, :-1], targets), targets.numel())
-
-    def compared_files(self) -> dict[str, Path]:
-        """Return the files of the data, by their path within its folder."""
-        return self._splits.files
-
-    def compared_values(self) -> dict[str, str]:
-        """Return the identity of the tokenizer, if there is one."""
-        return self._splits.values
 
     def run_files(self) -> dict[str, bytes]:
         """Return the files of the tokenizer, which `ckpt export --hf` puts beside the weights."""
         tokenizer = self.text.tokenizer
         files = tokenizer.exported_files() if isinstance(tokenizer, FileTokenizer) else {}
         return {f"{RUN_FOLDER}/{name}": content for name, content in files.items()}
-
-    def describe_data(self) -> str:
-        """Return the amount of data, its split, and how often the run passes over it."""
-        return self._splits.describe()
 
     def flops_per_item(self, model: nn.Module) -> float | None:
         """Return the FLOPs of a token, if the model is a `Transformer`."""

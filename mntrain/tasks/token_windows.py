@@ -60,39 +60,42 @@ class Windows(Dataset[Tensor]):
                 )
 
 
-class TokenSplits:
-    """The windows of a job's tokens, and those that it validates on.
+class TextTask(Task):
+    """A task whose model continues texts: its samples are windows of tokens.
 
-    These are the data of `data.valid_path`; without it, the last `data.valid_fraction` of the
+    Those to validate on are of `data.valid_path`; without it, the last `data.valid_fraction` of the
     windows, at least one unless it is 0. Raises ValueError for data that are missing, malformed or
     too short, and names `option`, which has set the windows' length; for ids outside the
     vocabulary; and for validation data that do not fit.
     """
 
-    def __init__(self, config: Config, data: TrainingTokens, windows: Windows, option: str) -> None:
+    items = "tokens"  # that the loss counts
+
+    def __init__(self, config: Config, text: TrainingTokens, windows: Windows, option: str) -> None:
+        super().__init__(config)
         given = config.data.validation_paths
-        self._config, self._data, self._windows, self._option = config, data, windows, option
+        self.text, self.context = text, windows.context
+        self._windows, self._option = windows, option
+        self._given_train = config.train  # whose epochs a job then replaces by steps
         both = not given and config.data.valid_fraction > 0
         who = "training and validation need a window each" if both else "training needs a window"
-        self._check(data, windows, who, 1 + both)
+        self._check(text, windows, who, 1 + both)
         count = len(windows)
         valid = min(max(round(count * config.data.valid_fraction), 1), count - 1)
         self._split = count - (valid if both else 0)
-        # Files of the data to compare, by their path within its folder; then those for validation.
-        self.files: dict[str, Path] = dict(data.files)
-        self.values = {"the tokenizer": data.tokenizer.identity} if data.tokenizer else {}
+        self._files: dict[str, Path] = dict(text.files)
         self._lines: list[str] = []  # about the validation data
         self._valid: dict[str, Dataset[Tensor]] = {}  # of data.valid_path
         fix = "give data of the tokenizer of --data.path, or a larger vocabulary"
         for name, path in given.items():
             with named_in_errors("--data.valid-path", name) as label:
                 found = open_validation_tokens(
-                    path, config.data.glob, config.data.text_field, data, label
+                    path, config.data.glob, config.data.text_field, text, label
                 )
                 made = Windows(found.tokens, windows.context, windows.vocab, fix)
                 self._check(found, made, "validation needs a window", 1)
             self._valid[name] = made
-            self.files |= named_files(found.files, label)
+            self._files |= named_files(found.files, label)
             skipped = found.sources.describe_skipped()
             self._lines += [
                 f"{f'validation {name}'.strip()}: {found.describe()}, {len(made):,} windows",
@@ -122,35 +125,37 @@ class TokenSplits:
         chosen = all_windows[: self._split] if split == "train" else all_windows[self._split :]
         return Subset(self._windows, chosen)
 
-    def describe(self) -> str:
+    def compared_files(self) -> dict[str, Path]:
+        """Return the files of the data, by their path within its folder."""
+        return self._files
+
+    def compared_values(self) -> dict[str, str]:
+        """Return the identity of the tokenizer, if there is one."""
+        tokenizer = self.text.tokenizer
+        return {"the tokenizer": tokenizer.identity} if tokenizer else {}
+
+    def describe_data(self) -> str:
         """Return the amount of data, its split, and how often the run passes over it."""
-        train, windows = self._config.train, self._split
+        train, windows = self._given_train, self._split
         valid = "" if self._valid else f" and {len(self._windows) - windows:,} validation"
         epochs = f"; {train.epochs} epochs"
         if train.steps is not None:
-            size, drop_last = train.batch_size, self._config.data.drop_last
+            size, drop_last = train.batch_size, self.config.data.drop_last
             of_epoch = windows // size if drop_last else -(-windows // size)
             epochs = (
                 f"; {train.steps:,} steps of {size} windows are "
                 f"{train.steps / max(1, of_epoch):.3g} epochs"
             )
-        if self._config.balance.mode == "cadence":
+        if self.config.balance.mode == "cadence":
             epochs = ""  # their batches follow the speeds of ranks
-        ids = f"; ids are below {self._windows.vocab:,}" if self._data.tokenizer is None else ""
+        ids = f"; ids are below {self._windows.vocab:,}" if self.text.tokenizer is None else ""
         lines = [
-            f"data: {self._data.describe()}{ids}",
+            f"data: {self.text.describe()}{ids}",
             f"{windows:,} training{valid} windows of {self._windows.context} tokens{epochs}",
-            self._data.sources.describe_skipped(),
+            self.text.sources.describe_skipped(),
             *self._lines,
         ]
         return "\n".join(line for line in lines if line)
-
-
-class TextTask(Task):
-    """A task whose model continues texts."""
-
-    text: TrainingTokens | None  # what it is trained on; None: its model continues no text
-    context: int  # most tokens that the model takes
 
     def next_logits(self, model: nn.Module, window: Tensor) -> Tensor:
         """Return the logits (vocabulary) of the token behind ids (1, n), at most `context`."""
@@ -171,7 +176,7 @@ class TextTask(Task):
         takes the likeliest tokens. A CPU generator of its own, with the run's seed, draws the
         tokens: training's random state does not change. The modes of the modules are restored.
         """
-        if self.text is None or self.text.tokenizer is None:
+        if self.text.tokenizer is None:
             return None
         tokenizer, end_of_text = self.text.tokenizer, self.text.end_of_text
         generator = torch.Generator().manual_seed(self.config.run.seed)

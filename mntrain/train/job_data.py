@@ -38,6 +38,7 @@ class JobData:
         self._stream: ShardedLoader | None = None
         self.sizes = 0, 0
         """Samples of this rank in the step whose batch was drawn last, and of all."""
+        self._chosen: list[list[int]] | None = None  # its micro-batches, by `batches_of_ranks`
         self.datasets: dict[str, Any] = {}  # whose samples are compared
         self._valid: dict[str, tuple[Dataset[Any], Sequence[int]]] = {}  # with the samples used
         self._options = sampling.LoaderOptions(
@@ -135,7 +136,7 @@ class JobData:
             parts = [p for r in range(ranks) for p in order.micro_batches(step, r, ranks, most)]
             dataset = sampling.SeededDataset(train, order.seed, self._options)
             self.sizes = (sum(map(len, parts)),) * 2
-            chosen = reorder(parts) if reorder else parts
+            self._chosen = chosen = reorder(parts) if reorder else parts
             yield [dataset.micro_batch([(step, sample) for sample in p]) for p in chosen]
 
     @property
@@ -144,15 +145,18 @@ class JobData:
         return list(self._valid)
 
     def name_micro_batch(self, step: int, number: int) -> str:
-        """Return the name in errors of one of this rank's micro-batches in a step, 0 for the first.
+        """Return the name in errors of a micro-batch in a step, 0 for the first.
 
-        Steps are counted from 1.
+        Of this rank, or of those that `batches_of_ranks` has yielded last. Steps are counted from
+        1.
         """
         if self.stream:
             return f"micro-batch {number + 1} of the training stream"
-        shape = self._world.rank, self._world.size, self._options.micro_batch_size
-        samples = self._at(step).micro_batches(step - 1, *shape)[number]
-        return name_samples(samples, self._options.data)
+        chosen = self._chosen
+        if chosen is None:
+            shape = self._world.rank, self._world.size, self._options.micro_batch_size
+            chosen = self._at(step).micro_batches(step - 1, *shape)
+        return name_samples(chosen[number], self._options.data)
 
     def validation_batches(self, name: str) -> Iterator[tuple[str, Any]]:
         """Yield this rank's micro-batches of a validation set, each with its name in errors."""

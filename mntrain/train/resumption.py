@@ -179,7 +179,10 @@ def with_absolute_paths(config: Config) -> Config:
             return {name: path.absolute() for name, path in value.items()}
         return value and value.absolute()
 
-    data, init, hf = config.data, config.init, config.hf
+    data, init, hf, run = config.data, config.init, config.hf, config.run
+    resume = run.resume
+    if resume not in ("auto", "never"):
+        resume = str(Path(resume).absolute())
     kind, colon, file = data.tokenizer.partition(":")
     tokenizer = f"{kind}:{Path(file).absolute()}" if colon else kind
     path, valid_path = absolute(data.path), absolute(data.valid_path)
@@ -188,6 +191,8 @@ def with_absolute_paths(config: Config) -> Config:
         data=replace(data, path=path, valid_path=valid_path, tokenizer=tokenizer),
         init=replace(init, from_=absolute(init.from_)),
         hf=replace(hf, model=absolute(hf.model)),
+        run=replace(run, dir=absolute(run.dir), resume=resume, recorder=absolute(run.recorder)),
+        checkpoint=replace(config.checkpoint, local=absolute(config.checkpoint.local)),
     )
 
 

@@ -1,19 +1,13 @@
 """The means of a step that the ranks of a job share.
 
 They travel in the `StepMessage` that ends the reduction of its gradients. Steps that a node takes
-alone, between two exchanges (`zero.exchange.exchange`), have the means of the node: all ranks learn
-the losses of such a round in its exchange.
+alone, between two exchanges (`zero.exchange.exchange`), have the means of the node.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 from mntrain.errors import TrainingStoppedError
-from mntrain.metrics.registry import PER_RANK
-from mntrain.run.delayed_sums import DelayedSums
 from mntrain.train.job import Job
 from mntrain.train.step_means import GlobalMeans, StepMeans
 from mntrain.world import World
@@ -21,8 +15,6 @@ from zero.comparison import DifferentWeightsError
 from zero.exchange.exchange import Exchange
 from zero.shard import NonFiniteGradientError
 from zero.step_message import StepMessage
-
-_LOSS, _ITEMS = "loss", "items"
 
 
 @contextmanager
@@ -39,35 +31,23 @@ def errors_stop(world: World, step: int) -> Iterator[None]:
 class SharedStep:
     """The means that the ranks of a job establish together in each step.
 
-    All ranks call `begin`, `before_update` and `after_update`, in this order. Forward adds to
-    `losses`.
-
-    Unless its options skip such steps, a loss that is not finite ends the job. With
-    --log.per-rank, all ranks learn what each has `measured`.
+    All ranks call `begin` and `before_update`, in this order. Forward adds to `losses`. Unless the
+    job's options skip such steps, a loss that is not finite ends it.
     """
 
     def __init__(self, world: World, job: Job) -> None:
-        """Make it for the steps of a job. Collective."""
         self._world, self._optimizer = world, job.optimizer
         self._data = job.data
         self.losses = StepMeans(world.rank)
         skips = job.config.optim.non_finite == "skip"
         self._skips = skips or job.precision.loss_scale == "dynamic"
-        self._names = PER_RANK if job.config.log.per_rank else ()
         self._exchange: Exchange | None = None  # of the node, if it takes this step alone
         self.alone = self.meets = False
         """True in a step that the node takes alone, and where it waits for others at its end."""
-        # What ranks tell each other of a step in the next one, or of a round in its exchange.
-        self._told = DelayedSums(world.collectives, "of a round", lambda: job.optimizer)
-        self._losses = dict.fromkeys((_LOSS, _ITEMS), 0.0)  # of this node, that are not told yet
         self._ranks: Sequence[int] = ()  # of a node that is alone
         self._message = StepMessage()  # of this step
         self._samples = 0.0  # of this step, over the ranks of the means
-        self.measured: dict[str, float] = {}  # by this rank in the step before, for all to know
-        self.by_rank: dict[str, Any] = {}  # what all ranks have measured, by rank
-        self.round_loss: float | None = None  # the mean over all nodes, where a round counts
         self.means: GlobalMeans  # of this step, over all ranks or over the node
-        self._tell()
 
     def begin(self) -> None:
         """Begin a step, before its forward passes. Local."""
@@ -95,9 +75,6 @@ class SharedStep:
         whole = self._optimizer.group.size == world.size
         group = world.collectives if whole else world.node_collectives
         self.means = self.losses.take(self._message, group, where, self._ranks)
-        if self.alone:
-            self._losses[_LOSS] += self.means.loss * self.means.count if self.means.count else 0.0
-            self._losses[_ITEMS] += self.means.count
         if self.means.nonfinite and not self._skips:
             reason = f"{where}, the loss is {self.means.nonfinite}"
             if self._exchange is None:
@@ -113,28 +90,3 @@ class SharedStep:
             return self.means.count
         whole, node = self._data.sizes[1], self._samples
         return round(self.means.count * whole / node) if node else 0
-
-    def after_update(self) -> None:
-        """Take what ranks have told of an earlier step or round. Collective.
-
-        Waits for other nodes only where the exchange does.
-        """
-        self.by_rank, self.round_loss = {}, None
-        for sums, by_rank in self._told.take():
-            if self.measured:  # there is nothing before the first step
-                self.by_rank = by_rank
-            if items := sums.get(_ITEMS):
-                self.round_loss = sums[_LOSS] / items
-        self._tell()
-
-    def _tell(self) -> None:
-        """Let ranks tell each other of the next step or round, unless that is under way."""
-        alone = self._optimizer.coming_exchange is not None
-        if (alone or self._names) and not self._told.waiting:
-            losses = {name: partial(self._loss_to_tell, name) for name in self._losses}
-            own = {n: lambda n=n: self.measured.get(n, math.nan) for n in self._names}
-            self._told.start(losses if alone else {}, own)
-
-    def _loss_to_tell(self, name: str) -> float:
-        value, self._losses[name] = self._losses[name], 0.0
-        return value

@@ -88,7 +88,7 @@ class Trainer:
                 with errors_stop(self._world, step):
                     record = self._evaluate_if_due(self.train_step(step))
                 result.last = record
-                job.metrics.write(record.to_json())
+                job.metrics.write(record.to_json(), own=self._of_this_rank(record))
                 job.display.step(record)
                 self._asked = job.task.on_step(record) or self._asked
                 if stop := self._stop_after(step):
@@ -128,7 +128,6 @@ class Trainer:
                 self._optimizer.exchange()
             self._optimizer.zero_grad()
             advance(job.scheduler)
-        shared.after_update()
         if shared.meets:
             job.balancing.compare(step)
         return self._complete(step, lr, update, timer.times())
@@ -170,8 +169,6 @@ class Trainer:
             norm = update.grad_norm
             self._world.output.warn(f"step {step} was skipped: the gradient's norm is {norm}")
         self._result.add(items, times["step_s"], skipped=update.skipped)
-        if job.config.log.per_rank:
-            self._shared.measured = of_this_rank(times, memory_now(self._world.device))
         with noted(self._world.rank, f"metrics of step {step}"):
             metrics = derived(job.task, means)
         return StepRecord(
@@ -185,11 +182,15 @@ class Trainer:
             tokens_per_s=items / times["step_s"],
             metrics=metrics,
             skipped=update.skipped,
-            round_loss=self._shared.round_loss,
             slow_ranks=job.balancing.slow_ranks(step) or None,
-            **self._shared.by_rank,
             **times,
         )
+
+    def _of_this_rank(self, record: StepRecord) -> dict[str, float]:
+        """Return what all ranks are to know of a step of this one. Local."""
+        if not self.job.config.log.per_rank:
+            return {}
+        return of_this_rank(vars(record), memory_now(self._world.device))
 
     def _evaluate_if_due(self, record: StepRecord) -> StepRecord:
         """Return the record of a step with its evaluation, if there is one. Collective."""

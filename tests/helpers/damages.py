@@ -35,7 +35,7 @@ DAMAGES = {
         f"{FILE} is not that of a checkpoint",
     ),
     "a later manifest": (
-        lambda path: change(path / FILE, "checkpoint 2", "checkpoint 9"),
+        lambda path: change(path / FILE, "checkpoint 3", "checkpoint 9"),
         f"{FILE} is of format 'mntrain checkpoint 9'",
     ),
     "a changed manifest": (

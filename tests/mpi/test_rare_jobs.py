@@ -8,7 +8,7 @@ from job import lines_of, summary
 from model_digest import model_digest
 from mpi4py import MPI
 from small_jobs import Silent, small
-from worlds import RANKS, make_world
+from worlds import make_world
 
 from mntrain.errors import TrainingStoppedError
 from mntrain.metrics.display import Display
@@ -44,7 +44,7 @@ STALE = SyncConfig(mode="diloco", every=2, warmup=1, max_staleness=2)
 
 
 @pytest.mark.parametrize("bound", [0, 2])
-def test_nodes_report_their_own_losses_and_those_of_all_after_a_round(folder, monkeypatch, bound):
+def test_nodes_report_their_own_losses_and_times_of_all_after_a_round(folder, monkeypatch, bound):
     losses = []
     report = Display.step
 
@@ -65,14 +65,9 @@ def test_nodes_report_their_own_losses_and_those_of_all_after_a_round(folder, mo
         assert [line["step"] for line in lines] == [*range(1, 11)]
         assert [line["loss"] for line in lines] == by_node[0]
         assert len(set(zip(*by_node, strict=True))) == 10
-        means = [sum(of_step) / RANKS for of_step in zip(*by_node, strict=True)]
-        of_rounds = [sum(means[i : i + every]) / every for i in range(0, 9, every)]
-        told = {line["step"]: line["round_loss"] for line in lines if "round_loss" in line}
         counts = [every * (1 + n + bound) for n in range(3 - bound)]
         if not bound:  # the last step has an exchange, too
-            counts, of_rounds = [*counts, 10], [*of_rounds, means[9]]
-        assert [*told] == counts
-        assert [*told.values()] == pytest.approx(of_rounds[: len(counts)], rel=1e-6)
+            counts = [*counts, 10]
         measured = {line["step"] for line in lines if "rank_step_s" in line}
         assert measured == {*counts}
         assert all(len(line["rank_step_s"]) == places for line in lines if "rank_step_s" in line)

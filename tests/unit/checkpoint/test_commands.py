@@ -71,8 +71,8 @@ def test_the_best_checkpoint_is_listed(tmp_path, ckpt, monkeypatch, metric, scor
     for path, score in zip(paths, scores, strict=True):
         losses = {"eval_loss": score if metric == "eval_loss" else None, "score": score}
         contents[path] = replace(manifest(), scored_by=metric, **losses)
-    monkeypatch.setattr(commands, "list_checkpoints", lambda path: paths[::-1])
-    monkeypatch.setattr(commands, "inspect", contents.__getitem__)
+    monkeypatch.setattr(reader, "list_checkpoints", lambda path: paths[::-1])
+    monkeypatch.setattr(reader, "inspect", contents.__getitem__)
     monkeypatch.setattr(reader, "read_manifest", contents.__getitem__)
     code, out, _ = ckpt("list", tmp_path)
     assert code == 0
@@ -240,7 +240,7 @@ def test_of_a_run_that_removes_its_newest_checkpoint_the_newer_one_is_read(
 
 
 def test_a_list_leaves_out_a_checkpoint_that_is_removed_meanwhile(run, ckpt, monkeypatch):
-    removed_once(monkeypatch, commands, "inspect", run)
+    removed_once(monkeypatch, reader, "inspect", run)
     code, said, err = ckpt("list", run)
     assert (code, err) == (0, "")
     assert "step-00000002" not in said

@@ -1,7 +1,10 @@
 """Safetensors files written in ranges, read by the library of the format."""
 
+import json
 import random
 import re
+import zlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +15,16 @@ from safetensors.torch import load_file
 
 from mntrain.checkpoint.format import (
     DTYPES,
+    FILE,
+    FILES,
     ChecksummedRange,
     FileLayout,
+    Manifest,
+    ParameterState,
     open_tensors,
+    read_manifest,
 )
+from mntrain.checkpoint.objects import HOOK, UNNAMED
 from mntrain.checkpoint.reader import verify
 from mntrain.checks.storage import PAGE_BYTES
 
@@ -146,6 +155,38 @@ def test_no_page_has_bytes_of_two_writers(tmp_path_factory, regions, chooses):
 def expect_pages_apart(by_writer):
     each = list(map(pages, by_writer))
     assert sum(map(len, each)) == len(set().union(*each))
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_manifest_of_an_earlier_format_is_read(tmp_path, number):
+    state = ParameterState((2, 3), (0, 1), ("exp_avg",), {"step": {"value": 3.0}})
+    ranges = {name: [ChecksummedRange(0, 8, 5)] for name in FILES}
+    values = {"a": {"type": "dict", "items": []}, HOOK: {"by_rank": [1, 2]}, UNNAMED: {"type": "x"}}
+    manifest = Manifest(
+        4, objects=values, parameter_states={"w": state}, checksums=ranges, optimizer_steps=4
+    )
+    manifest = replace(manifest, param_groups=[{"params": ["w"]}])
+    (tmp_path / FILE).write_text(manifest.to_json())
+    assert read_manifest(tmp_path) == manifest
+
+    fields = json.loads(json.loads(manifest.to_json())["content"])
+    for name, earlier in {"param_groups": "groups", "checksums": "runs"}.items():
+        fields[earlier] = fields.pop(name)
+    fields["kept"] = fields.pop("parameter_states")
+    fields["kept"]["w"]["by_element"] = fields["kept"]["w"].pop("tensor_keys")
+    objects = fields["objects"]
+    fields["hook"], fields["unnamed_state"] = (
+        {name: objects.pop(name)} for name in (HOOK, UNNAMED)
+    )
+    if number == 1:  # whose first version had none
+        for name in ("hook", "unnamed_state", "objects"):
+            del fields[name]
+        manifest = replace(manifest, objects={})
+    content = json.dumps(fields)
+    checksum = zlib.crc32(content.encode())
+    whole = {"format": f"mntrain checkpoint {number}", "checksum": checksum, "content": content}
+    (tmp_path / FILE).write_text(json.dumps(whole))
+    assert read_manifest(tmp_path) == manifest
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from torch import nn
 
 import mntrain
 from mntrain import AgreedError, checkpoint
-from mntrain.checkpoint.format import FILE, read_manifest, write_manifest
+from mntrain.checkpoint.format import FILE, read_manifest
+from mntrain.checkpoint.objects import HOOK, UNNAMED
 from mntrain.options.config import Config, ModelConfig, RunConfig, TrainConfig
 from mntrain.train.trainer import Trainer
 
@@ -55,6 +56,13 @@ def test_a_loop_whose_restore_is_refused_leaves_no_new_folder(tmp_path):
     assert files_of(tmp_path) == {}
 
 
+@pytest.mark.parametrize("name", [HOOK, UNNAMED])
+def test_an_object_with_the_name_of_another_state_is_refused(tmp_path, name):
+    said = f"checkpoints have {name} anyway: give the object another name"
+    with mntrain.init(device="cpu") as world, pytest.raises(AgreedError, match=said):
+        begin(world, tmp_path, **{name: Unsaved()})
+
+
 def test_a_loop_with_another_model_leaves_a_run_as_it_was(tmp_path):
     train(tmp_path, 2)
     before = files_of(tmp_path)
@@ -76,7 +84,7 @@ def test_a_loop_with_an_optimizer_of_another_class_leaves_a_run_as_it_was(tmp_pa
         *_, checkpoints, _ = begin(world, tmp_path, kind=partial(torch.optim.SGD, momentum=0.5))
         assert checkpoints.restore() == 1
     earlier = replace(read_manifest(folder), optimizer_class="")  # of a version without it
-    write_manifest(folder / FILE, earlier, 0o666)
+    (folder / FILE).write_text(earlier.to_json())
     with mntrain.init(device="cpu") as world:
         *_, checkpoints, _ = begin(world, tmp_path, kind=torch.optim.AdamW)
         assert checkpoints.restore() == 1

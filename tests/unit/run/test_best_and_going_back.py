@@ -43,6 +43,25 @@ def test_a_better_evaluation_than_the_best_saved_one_is_saved_after_a_failure(
     assert os.strerror(errno.ENOSPC) in capfd.readouterr().err
 
 
+def test_a_failed_save_that_was_waited_for_counts_and_leaves_the_best_one_to_save(
+    checkpoints, tmp_path
+):
+    checkpoints.restore()
+    checkpoints.save(1, eval_loss=0.9)
+    checkpoints.wait()
+    folder, kept = tmp_path / "checkpoints", tmp_path / "kept"
+    folder.rename(kept)
+    folder.touch()
+    with pytest.raises(AgreedError):
+        checkpoints.save(2, now=True, eval_loss=0.5)
+    folder.unlink()
+    kept.rename(folder)
+    assert checkpoints.summary()["checkpoints"]["failed"] == 1
+    checkpoints.save(3, eval_loss=0.6)
+    checkpoints.wait()
+    assert saved(tmp_path) == [1, 3]
+
+
 @pytest.mark.parametrize("loss", ["0.5", torch.ones(2), 1j])
 def test_the_loss_of_an_evaluation_is_a_number(checkpoints, loss):
     checkpoints.restore()

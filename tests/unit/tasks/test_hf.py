@@ -200,6 +200,17 @@ def folders(tmp_path, monkeypatch):
     Path("odd/config.json").write_text('{"model_type": "no such"}')
 
 
+@pytest.mark.parametrize(
+    ("base", "head"),
+    [("HuggingFaceTask", "classification"), ("HuggingFaceClassifier", "causal-lm")],
+)
+def test_a_task_of_another_head_is_refused_with_what_to_derive_it_from(tmp_path, base, head):
+    name = f"mntrain.tasks.hf:{base}"
+    config = Config(task=name, hf=HuggingFaceConfig(model=write_gpt2(tmp_path / "a"), head=head))
+    with pytest.raises(ValueError, match=rf"^--hf.head {head}: the task {name} is of .*; derive"):
+        load(name, config)
+
+
 @pytest.mark.usefixtures("folders")
 @pytest.mark.parametrize(
     ("name", "options", "message"),

@@ -65,6 +65,19 @@ def test_there_need_be_no_validation_and_sets_without_samples_are_left_out(valid
     assert list(data.datasets) == ["training", *(f"validation {name}" for name in sets)]
 
 
+def test_errors_name_the_samples_of_micro_batches_that_are_divided_in_another_way():
+    numbers = torch.arange(40)
+    data = data_of(world_of(), TensorDataset(numbers), None)
+
+    def divided(lists):
+        samples = [sample for one in lists for sample in one]
+        return [[sample] for sample in reversed(samples)]
+
+    for step, micro_batches in enumerate(data.batches_of_ranks(2, 2, divided), 1):
+        found = [data.name_micro_batch(step, number) for number in range(len(micro_batches))]
+        assert found == [f"sample {int(x)} of the training data" for (x,) in micro_batches]
+
+
 @pytest.mark.parametrize(
     ("train", "valid", "said"),
     [

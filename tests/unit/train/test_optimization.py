@@ -1,5 +1,7 @@
 import math
+import sys
 from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
@@ -355,3 +357,15 @@ def test_an_error_of_the_task_is_a_sentence_with_its_line():
     task.schedule = lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1)
     with pytest.raises(ValueError, match="define either total_steps" + line):
         scheduler_of(task, optimizer)
+
+
+def test_an_error_of_a_task_without_a_source_file_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))  # as in `python -c`
+    task = type("Typed", (BringingTask,), {"__module__": "__main__"})()
+
+    def schedule(optimizer):
+        raise ValueError("no rate")
+
+    task.schedule = schedule
+    with pytest.raises(ValueError, match=r"schedule\(\) fails: ValueError: no rate \("):
+        scheduler_of(task, torch.optim.SGD(WithGain().parameters()))

@@ -103,6 +103,18 @@ def test_the_saved_configuration_finds_its_data_from_any_folder(tmp_path, monkey
     assert saved.valid_path == expected
 
 
+def test_the_saved_configuration_continues_its_run_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = {"run.dir": "a", "run.resume": "b", "run.recorder": "c", "checkpoint.local": "d"}
+    given = parse([word for name, folder in options.items() for word in (f"--{name}", folder)])
+    saved = with_absolute_paths(given)
+    found = saved.run.dir, saved.run.resume, saved.run.recorder, saved.checkpoint.local
+    assert [str(path) for path in found] == [str(tmp_path / name) for name in "abcd"]
+    for word in ("auto", "never"):
+        config = Config(run=RunConfig(resume=word))
+        assert with_absolute_paths(config) == config
+
+
 def test_changed_options_are_named_but_not_those_of_the_job():
     config = to_json(replace(Config(), data=replace(Config().data, valid_path={"a": Path("x")})))
     config["optim"]["lr"], config["run"]["grace"] = 5.0, 7.0
