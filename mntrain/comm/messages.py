@@ -9,7 +9,7 @@ its receiver knows the end of one of any length, and leaves no part to the next 
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -20,7 +20,28 @@ from mntrain.comm.resources import as_bytes
 from mntrain.comm.ticket import Signature, Ticket
 from mntrain.recorder.events import call_site
 
+if TYPE_CHECKING:
+    from mntrain.comm.mpi import Bytes
+
 T = TypeVar("T")
+
+
+def receive_all(found: FoundMessage, data: "Bytes") -> Steps[tuple[Requests, int]]:
+    """Receive a message of which the first part was found; return its last requests, its bytes.
+
+    One of another size than `data` is taken and dropped: MPI would hold back later messages of its
+    sender.
+    """
+    nbytes = 0  # of the parts so far
+    while True:
+        part = data[nbytes : nbytes + found.nbytes]
+        nbytes += found.nbytes
+        fits = nbytes == data.nbytes if found.is_last else nbytes <= data.nbytes
+        taken = found.receive(part if fits else np.empty(found.nbytes, np.uint8))
+        if found.is_last:
+            return taken, nbytes
+        yield taken.test
+        yield partial(found.arrived, found.source)
 
 
 class Messages:
@@ -75,17 +96,7 @@ class Messages:
 
         def steps() -> Steps[None]:
             yield self._looked_for(found)
-            nbytes = 0  # of the parts so far
-            while True:
-                part = data[nbytes : nbytes + found.nbytes]
-                nbytes += found.nbytes
-                fits = nbytes == data.nbytes if found.is_last else nbytes <= data.nbytes
-                # MPI would hold back later messages of this sender: none stays.
-                taken = found.receive(part if fits else np.empty(found.nbytes, np.uint8))
-                if found.is_last:
-                    break
-                yield taken.test
-                yield partial(found.arrived, found.source)
+            taken, nbytes = yield from receive_all(found, data)
             found.complete = True
             self._missing.remove(found)
             yield taken.test

@@ -110,18 +110,16 @@ class Communicator:
         tag: int = 0,
         *,
         counted: bool = True,
-        empty: bool = False,
         ended: bool = False,
         ratio: float = 1,
     ) -> Requests:
         """Start to send a buffer, which must not change until the requests are complete.
 
         A message matches the receive with the same tag. It counts in `traffic` if `counted`, each
-        byte for `ratio` without compression. No bytes are a message if both sides give `empty`, and
-        none by default. With `ended`, they are one, and the last part has less than MESSAGE_BYTES:
-        a `FoundMessage` needs it.
+        byte for `ratio` without compression. No bytes are no message by default. With `ended`, they
+        are one, and the last part has less than MESSAGE_BYTES: a `FoundMessage` needs it.
         """
-        parts = _messages(data) or [data] * empty
+        parts = _messages(data)
         if ended and data.nbytes % MESSAGE_BYTES == 0:
             parts.append(data[:0])
         if counted:
@@ -129,9 +127,9 @@ class Communicator:
         ends = self.traffic.at_end(self.levels[peer])
         return Requests([self._comm.Isend(part, peer, tag) for part in parts], ends)
 
-    def receive(self, peer: int, data: Bytes, tag: int = 0, *, empty: bool = False) -> Requests:
+    def receive(self, peer: int, data: Bytes, tag: int = 0) -> Requests:
         """Start to receive exactly data.nbytes bytes from a peer into `data`; see `send`."""
-        parts = _messages(data) or [data] * empty
+        parts = _messages(data)
         ends = self.traffic.at_end(self.levels[peer])
         return Requests([self._comm.Irecv(part, peer, tag) for part in parts], ends)
 
@@ -253,54 +251,13 @@ class Requests:
             clock.pause(backoff.delay())
 
 
-class CheckedRequests(Requests):
-    """Receives whose messages must have the lengths of their buffers, and sends.
-
-    MPI itself takes a shorter message without a word. `nbytes` are the lengths of the buffers of
-    `receives`.
-    """
-
-    def __init__(
-        self, receives: Sequence[Requests], nbytes: Sequence[int], sends: Requests
-    ) -> None:
-        from mpi4py import MPI  # noqa: PLC0415 - it loads the library
-
-        self._byte, self._too_long, self._nbytes = MPI.BYTE, MPI.Exception, nbytes
-        self._counts = [len(one._requests) for one in receives]
-        every = Requests.of(*receives, sends)
-        super().__init__(every._requests, every._at_end)
-        self._statuses = [MPI.Status() for _ in self._requests]
-
-    def test(self) -> bool:
-        """Return whether all are complete. Raises RuntimeError for a message of another length."""
-        requests = self._requests
-        try:
-            if requests and not type(requests[0]).Testall(requests, self._statuses):
-                return False
-        except self._too_long as error:
-            raise RuntimeError(
-                "a rank of the group has sent more bytes than this rank receives: their lists of "
-                f"sizes must agree ({error})"
-            ) from None
-        self._end()
-        arrived = iter(self._statuses)
-        for count, nbytes in zip(self._counts, self._nbytes, strict=True):
-            statuses = [next(arrived) for _ in range(count)]
-            found = sum(status.Get_count(self._byte) for status in statuses)
-            if found != nbytes:
-                raise RuntimeError(
-                    f"rank {statuses[0].Get_source()} of the group has sent {found} bytes, and "
-                    f"this rank receives {nbytes}: their lists of sizes must agree"
-                )
-        return True
-
-
 class FoundMessage:
     """A message to this rank, whose sender and size are known once it has arrived.
 
-    A `peer` of None is any. `source` and `nbytes` are valid after that. A long message has several
-    parts, which are found one after the other; `nbytes` is of the part that was found last. Whoever
-    receives the parts sets `complete` with the last one.
+    It is received by its own size. Into a smaller buffer, Open MPI writes beyond the end before it
+    tells that a message is too long. A `peer` of None is any. `source` and `nbytes` are valid after
+    its arrival. A long message has several parts, which are found one after the other; `nbytes` is
+    of the part that was found last. Whoever receives the parts sets `complete` with the last one.
     """
 
     def __init__(self, comm: MPI.Comm, peer: int | None, tag: int) -> None:

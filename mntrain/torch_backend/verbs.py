@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from mntrain.comm.engine import Steps
-from mntrain.comm.mpi import CheckedRequests, Communicator, Requests
+from mntrain.comm.messages import receive_all
+from mntrain.comm.mpi import Communicator, FoundMessage, Requests
 from mntrain.comm.resources import as_bytes
 from zero.kernels import sum_dtype
 from zero.layout import split
@@ -65,11 +66,20 @@ def exchange(
             f"{received[own].numel()}: the lists of sizes must agree"
         )
     peers = [(own + step) % comm.size for step in range(1, comm.size)]
-    receives = [comm.receive(p, as_bytes(received[p]), tag, empty=True) for p in reversed(peers)]
-    sends = Requests.of(*[comm.send(p, as_bytes(sent[p]), tag, empty=True) for p in peers])
+    requests = [comm.send(p, as_bytes(sent[p]), tag, ended=True) for p in peers]
     received[own].copy_(sent[own])
-    nbytes = [as_bytes(received[p]).nbytes for p in reversed(peers)]
-    yield CheckedRequests(receives, nbytes, sends).test
+    unlike = ""
+    for peer in reversed(peers):
+        data, found = as_bytes(received[peer]), FoundMessage(comm.as_mpi4py, peer, tag)
+        yield found.arrived
+        last, nbytes = yield from receive_all(found, data)
+        requests.append(last)
+        if nbytes != data.nbytes:
+            unlike = f"rank {peer} of the group has sent {nbytes} bytes, and this rank receives "
+            unlike += f"{data.nbytes}: their lists of sizes must agree"
+    yield Requests.of(*requests).test
+    if unlike:
+        raise RuntimeError(unlike)
 
 
 def reduce_parts(

@@ -115,8 +115,11 @@ def send_rows(rank, sent, received):
     """Rank 0 sends rank 1 so many rows, and that receives so many."""
     rows = {0: ([1, sent], [1, 1]), 1: ([1, 1], [received, 1])}
     sends, receives = rows[rank]
-    output, whole = torch.zeros(sum(receives), 2), torch.ones(sum(sends), 2)
-    dist.all_to_all_single(output, whole, receives, sends)
+    memory, whole = torch.zeros(9000, 2), torch.ones(sum(sends), 2)
+    try:
+        dist.all_to_all_single(memory[: sum(receives)], whole, receives, sends)
+    finally:
+        assert not memory[sum(receives) :].any()
 
 
 def send_bytes(rank, sent, received):
@@ -131,7 +134,7 @@ def refused(rank):
     hooks = dist.BuiltinCommHookType
     in_cpp = functools.partial(model()._register_builtin_comm_hook, hooks.FP16_COMPRESS)
     tokens, waves = (torch.ones(3, dtype=kind) for kind in (torch.uint16, torch.complex64))
-    flags, more = torch.ones(3, dtype=torch.bool), "has sent more bytes than this rank receives"
+    flags = torch.ones(3, dtype=torch.bool)
     for call, ranks, said in (
         (lambda: dist.recv(torch.ones(3), 7), [0, 1], "rank 7 is not in a group of 2: give 0 to 1"),
         (lambda: dist.reduce(torch.ones(3), 7), [0, 1], "rank 7 is not in a group of 2"),
@@ -146,8 +149,9 @@ def refused(rank):
         (lambda: send_bytes(rank, 0, 1), [0], "0 bytes with tag 0, and this rank receives 1"),
         (lambda: send_rows(rank, 2, 3), [1], "has sent 16 bytes, and this rank receives 24"),
         (lambda: send_rows(rank, 0, 3), [1], "and this rank receives 24: their lists"),
-        (lambda: send_rows(rank, 3, 2), [1], more),
-        (lambda: send_rows(rank, 3, 0), [1], more),
+        (lambda: send_rows(rank, 3, 2), [1], "has sent 24 bytes, and this rank receives 16"),
+        (lambda: send_rows(rank, 3, 0), [1], "and this rank receives 0: their lists"),
+        (lambda: send_rows(rank, 5000, 1), [1], "has sent 40000 bytes, and this rank receives 8"),
     ):
         error = pytest.raises((ValueError, RuntimeError), match=said)
         with error if rank in ranks else contextlib.nullcontext():
