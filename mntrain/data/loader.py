@@ -14,6 +14,7 @@ between ranks in each step.
 
 import copy
 import math
+import threading
 import time
 import warnings
 import zlib
@@ -26,7 +27,7 @@ from functools import partial
 from itertools import chain, islice
 from numbers import Integral
 from typing import Any, TypeGuard, cast
-from weakref import WeakValueDictionary, finalize
+from weakref import WeakSet, WeakValueDictionary, finalize
 
 import numpy as np
 import torch
@@ -126,6 +127,16 @@ def passes_of(known: dict[int, Passes], *owners: Any) -> Passes | None:
     return None
 
 
+class _Registries(threading.local):
+    """The registries of the worlds that this thread has made."""
+
+    def __init__(self) -> None:
+        self.made = WeakSet["ShardRegistry"]()
+
+
+_REGISTRIES = _Registries()
+
+
 class ShardRegistry:
     """Makes the shards of a world, whose `optimizers` learn of the batches. Local.
 
@@ -155,6 +166,7 @@ class ShardRegistry:
         self._balances: list[LoaderBalancing] = []
         # While it lives, a shard is that of each call with the same arguments; it keeps its loader.
         self._shards: WeakValueDictionary[Any, ShardedLoader] = WeakValueDictionary()
+        _REGISTRIES.made.add(self)
 
     def shard(self, loader: Iterable[Any], options: ShardOptions) -> "ShardedLoader":
         """Return the shard of a loader. See `World.shard`."""
@@ -224,6 +236,17 @@ class ShardRegistry:
         optimizer.accumulation.evaluations = self.evaluations
         if self._batch is not None:
             optimizer.accumulation.weight.assume(self._batch)
+
+    def check_optimizers(self) -> None:
+        """Raise ValueError if only other worlds have optimizers, which learn of no batch. Local."""
+        others = (other for other in _REGISTRIES.made if other is not self)
+        if self.size > 1 and not any(self._open()) and any(any(each._open()) for each in others):
+            raise ValueError(
+                "this world has no optimizer, and another world of this process has: the batches "
+                "of world.shard have their weights in optimizers of the same world alone; call "
+                "mntrain.init() once and pass the world on, or give train=False to batches that "
+                "are not trained"
+            )
 
     def check_exchanges(self) -> None:
         """Raise ValueError for an optimizer whose nodes cannot have unequal numbers of samples."""
@@ -349,6 +372,7 @@ class ShardedLoader:
         this = Pass(*seeds, state["batches"], state["stream"], training, number, compare, check)
         if not training:
             return self._evaluation(this)
+        self._shards.check_optimizers()
         while self._passes.left_early:
             self._shards.drop(self._passes.left_early.pop())
         self._state, self._resumes = state, False

@@ -22,7 +22,7 @@ from torch.utils.data import (
     TensorDataset,
     get_worker_info,
 )
-from worlds import refusal
+from worlds import make_world, refusal
 
 pytestmark = pytest.mark.simulated
 
@@ -431,3 +431,15 @@ def test_a_divided_loader_and_another_have_no_common_weight(world, make):
     pair = [next(iter(shard)) for shard in both]
     with pytest.raises(RuntimeError, match="divided=True gives a rank another part of each"):
         sum(loss_of(model, batch) for batch in pair).backward()
+
+
+def test_batches_of_a_world_without_an_optimizer_are_refused_beside_another_world(world):
+    batches = DataLoader(TensorDataset(torch.ones(5, 5)), 2)
+    list(world.shard(batches, train=True))  # nothing is trained
+    with make_world() as other:
+        other.optimizer(net(), SGD)
+        with pytest.raises(ValueError, match=r"call mntrain\.init\(\) once and pass the world on"):
+            list(world.shard(batches, train=True))
+        list(world.shard(batches, train=False))
+        list(other.shard(batches, train=True))
+    list(world.shard(batches, train=True))
