@@ -107,7 +107,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     weight, or that of the batch that was drawn (`Accumulation.expect`); `share` and `backward`
     state another.
 
-    - `comm_hook`: how a bucket is summed (`zero.comm_hooks`); by default as it is.
+    - `comm_hook`: how a bucket is summed (`zero.comm_hooks`); by default as it is. Its public
+      numbers, strings, bools and dtypes are alike on all ranks.
     - `levels`: the nodes of `collectives`, for a hook that is `between_nodes`.
     - `sync_schedule`: over which ranks a step is averaged, by default all (`zero.sync_schedule`).
     - `model`: its parameters are in the order of forward, by default `parameters` are. Its buffers,

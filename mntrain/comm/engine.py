@@ -574,7 +574,7 @@ class ProgressEngine:
             self.count_wait(*waiter)
 
     def count_wait(self, future: Future[Any], began_s: float) -> None:
-        """Count the wait of the calling thread for a future, which has ended. Local."""
+        """Count the wait of the calling thread for a future. Local."""
         spent_s = clock.now() - began_s
         with self._counting:
             if future.of_objects:
