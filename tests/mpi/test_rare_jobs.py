@@ -21,7 +21,6 @@ from zero.exchange import exchange
 pytestmark = pytest.mark.simulated
 
 RANK = MPI.COMM_WORLD.rank
-EACH_STEP = {"eval_every": 1, "check_every": 1}
 
 
 def fit(config):

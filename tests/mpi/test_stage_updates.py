@@ -15,7 +15,20 @@ from mntrain.optim import Muon
 
 pytestmark = pytest.mark.simulated
 
+
+class ScaledByNorm(torch.optim.SGD):
+    """Scales the gradient of each parameter by its norm."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None:
+                p.grad.div_(p.grad.norm())
+        return super().step(closure)
+
+
 WHOLE = BY_PARAMETER | {
+    "derived": partial(ScaledByNorm, lr=0.1),
     "Muon of mntrain": partial(Muon, lr=0.02),
     "function": lambda params: Lamb(params, lr=0.01),
 }

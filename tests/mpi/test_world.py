@@ -150,6 +150,11 @@ def test_sums_and_means_of_complex_numbers_are_refused(world):
     assert "weight is tensor(0.+1.j)" in refusal(world.mean, 1.0, torch.tensor(1j))
 
 
+def test_a_rank_of_weight_0_does_not_count_in_a_mean_whatever_its_value(world):
+    given = (2.0, 3) if RANK == 0 else (math.nan, 0)
+    assert world.mean(*given) == 2.0
+
+
 def test_broadcast_returns_rank_0s_object(world):
     state = nn.Linear(RANK + 1, 2).state_dict()
     given = {"state": state, "text": f"of {RANK}", "view": torch.arange(9.0)[::4] + RANK}
