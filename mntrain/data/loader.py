@@ -127,6 +127,13 @@ def passes_of(known: dict[int, Passes], *owners: Any) -> Passes | None:
     return None
 
 
+_OF_OTHER_WORLDS = (
+    "world of this process has: the batches of world.shard have their weights in optimizers of the "
+    "same world alone; call mntrain.init() once and pass the world on, or give train=False to "
+    "batches that are not trained"
+)
+
+
 class _Registries(threading.local):
     """The registries of the worlds that this thread has made."""
 
@@ -239,14 +246,15 @@ class ShardRegistry:
 
     def check_optimizers(self) -> None:
         """Raise ValueError if only other worlds have optimizers, which learn of no batch. Local."""
-        others = (other for other in _REGISTRIES.made if other is not self)
-        if self.size > 1 and not any(self._open()) and any(any(each._open()) for each in others):
-            raise ValueError(
-                "this world has no optimizer, and another world of this process has: the batches "
-                "of world.shard have their weights in optimizers of the same world alone; call "
-                "mntrain.init() once and pass the world on, or give train=False to batches that "
-                "are not trained"
-            )
+        if self.size > 1 and not any(self._open()) and any(self._of_other_worlds()):
+            raise ValueError(f"this world has no optimizer, and another {_OF_OTHER_WORLDS}")
+
+    def unweighted_elsewhere(self) -> int:
+        """Return how many means optimizers of other worlds have made of losses without weights."""
+        return sum(one.accumulation.weight.unweighted for one in self._of_other_worlds())
+
+    def _of_other_worlds(self) -> Iterator[ZeroOptimizer]:
+        return (one for other in _REGISTRIES.made if other is not self for one in other._open())
 
     def check_exchanges(self) -> None:
         """Raise ValueError for an optimizer whose nodes cannot have unequal numbers of samples."""
@@ -456,6 +464,7 @@ class ShardedLoader:
         # the end, and so may the caller of next(iter(...)). If the pass was left early, the next
         # one drops them.
         balance, drawn_before, empty, short = self._balance, self._drawn.drawn, True, False
+        before, uneven = self._shards.unweighted_elsewhere(), False
         try:
             for part in self._recorded(this):
                 empty, short = False, short or part.short
@@ -467,13 +476,20 @@ class ShardedLoader:
                 self._shards.samples += part.own
                 self.sizes = part.own, part.total
                 total = part.total if self._weight is None else None
+                uneven |= total is None or self._drawn.balanced or total % self._shards.size > 0
                 number = state["batches"] % (1 << DIGEST_BITS)
                 digest = number if part.digest is None else part.digest
                 self._shards.expect(self._drawn.latest(own, total, digest))
                 yield part.batch
                 if balance is not None:
                     balance.batch_done(part.own, part.total)
-            if self._train is None and short and self._drawn.used <= drawn_before:
+            unused = self._drawn.used <= drawn_before
+            if uneven and unused and self._shards.unweighted_elsewhere() > before:
+                raise ValueError(
+                    "no optimizer of this world has trained a batch of the pass over world.shard "
+                    f"that has ended, and an optimizer of another {_OF_OTHER_WORLDS}"
+                )
+            if self._train is None and short and unused:
                 raise RuntimeError(
                     "a pass over world.shard that counts as training, since it began while "
                     "gradients were enabled, has ended without a backward of its batches, of which "

@@ -443,3 +443,25 @@ def test_batches_of_a_world_without_an_optimizer_are_refused_beside_another_worl
         list(world.shard(batches, train=False))
         list(other.shard(batches, train=True))
     list(world.shard(batches, train=True))
+
+
+def test_batches_that_optimizers_of_another_world_alone_train_are_refused(world, make):
+    model, other_model = net(), net()
+    optimizer = make(model, SGD)
+    batches = DataLoader(TensorDataset(*samples(2 * RANKS + 1)), RANKS)
+
+    def train(shard):
+        for batch in shard:
+            update(of_other, loss_of(other_model, batch))
+
+    with make_world() as other:
+        of_other, own = other.optimizer(other_model, SGD), samples(4, seed=RANK)
+        for batch in world.shard(batches):  # beside data of its own
+            update(of_other, loss_of(other_model, own))
+            update(optimizer, loss_of(model, batch))
+        for batch in world.shard(batches, train=True):
+            of_other.share(len(batch[0]))
+            update(of_other, loss_of(other_model, batch))
+        list(world.shard(batches, train=True))  # drawn ahead
+        with pytest.raises(ValueError, match="no optimizer of this world has trained a batch"):
+            train(world.shard(batches, train=True))

@@ -106,6 +106,7 @@ class BatchWeight:
         self._drawn: list[DrawnBatch] = []  # that no backward has followed yet
         self._over = False  # a pass over batches has ended, and all of them were used
         self.mean = Mean()
+        self.unweighted = 0  # means so far in which no batch and no statement was
         # The weight of the mean over all samples that is held; 0 for a sum of means, or None.
         self.held: float | None = None
 
@@ -375,6 +376,7 @@ class BatchWeight:
             self.agree_on(usual * self._ranks)
             self._usual = _power_of_two(usual) if self.mean.averages else self._usual
         self.agreed = False
+        self.unweighted += self.mean.first is None and not self.mean.absent
         self.mean = Mean()
         self.held = held
 
