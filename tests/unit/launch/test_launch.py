@@ -364,7 +364,7 @@ def test_a_launcher_that_waits_for_a_lost_host_after_a_signal_is_ended(tmp_path,
     lost = ":" if answers else "[ -e cut ] && exit 255"
     write_agent(tmp_path, AGENT.replace("sleep 1000", lost))
     given = "-launcher-exec ./agent -hosts n1:1,n2:1"
-    last = "sleep 4; kill $(cat left); exit 7" if answers else ":"
+    last = "sleep 4; kill -9 $(cat left); exit 7" if answers else ":"
     script = f"""trap 'touch cut; {last}' TERM
         setsid sh -c 'trap "" TERM; echo $$ >left; exec sleep 1000' & sleep 1; {STEP} touch ready
         while :; do sleep 0.1; done"""
