@@ -14,6 +14,13 @@ class FirstOfTwo(SingleProcessCollectives):
     size = 2
 
 
+class OnesOfRank0(FirstOfTwo):
+    """It takes ones for what rank 0 has."""
+
+    def broadcast(self, tensor, root=0):
+        return super().broadcast(tensor.fill_(1))
+
+
 WORLDS = pytest.mark.parametrize("world", [SingleProcessCollectives, FirstOfTwo])
 
 

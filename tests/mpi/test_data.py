@@ -310,12 +310,12 @@ def test_data_without_indices_that_differ_from_a_later_pass_on_are_refused(world
         begun.append(None)
         return np.roll(range(8), RANK * (len(begun) > 2)).tolist()
 
-    class Stream(IterableDataset):
+    class NumberStream(IterableDataset):
         def __iter__(self):
             return iter(samples_of_rank())
 
     batches = Batches(lambda: torch.tensor(samples_of_rank()).split(4))
-    shard = world.shard(DataLoader(Stream(), batch_size=4) if kind == "stream" else batches)
+    shard = world.shard(DataLoader(NumberStream(), batch_size=4) if kind == "stream" else batches)
     for _ in range(2):
         assert sorted(np.concatenate(world.gather(torch.cat(list(shard)).numpy()))) == [*range(8)]
     assert "divided=True" in refusal(next, iter(shard), None)

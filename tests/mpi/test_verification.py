@@ -308,7 +308,7 @@ class WrongCount(LanguageModel):
         return Loss(loss.mean * len(batch) / self.config.train.batch_size, loss.count)
 
 
-class Points(Task):
+class VerifiedPoints(Task):
     """A regression whose loss has the dtype of the model."""
 
     def model(self):
@@ -363,7 +363,7 @@ def test_a_job_that_is_right_passes(tmp_path, task, wire_dtype):
 @pytest.mark.exhaustive
 def test_a_job_whose_losses_are_rounded_to_16_bits_passes():
     train = TrainConfig(batch_size=16, precision="bf16-pure")
-    verdict = verify_task(Config(task=f"{__name__}:Points", device="cpu", train=train))
+    verdict = verify_task(Config(task=f"{__name__}:VerifiedPoints", device="cpu", train=train))
     assert verdict.right, verdict.text
 
 

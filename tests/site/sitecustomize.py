@@ -93,7 +93,7 @@ class CompilerStandIn(StandIn):
 
 
 class CheckpointStandIn(StandIn):
-    """What world.optimizer guards of torch.distributed.checkpoint, until a script imports it."""
+    """The functions of torch.distributed.checkpoint that are guarded, until a script imports it."""
 
     state_dict = SimpleNamespace(_get_optim_state_dict=None, _load_optim_state_dict=None)
     state_dict_loader = SimpleNamespace(_load_state_dict=None)

@@ -343,7 +343,7 @@ def test_a_position_in_a_later_dataset_is_resumed_where_it_is_the_first():
 # ---- positions, also behind the last batch of an epoch ----
 
 
-class Drawing(Sampler):
+class DrawingSampler(Sampler):
     """Draws its indices when they are asked for, from one of the default generators."""
 
     def __iter__(self):
@@ -385,7 +385,7 @@ LOADERS_OF_7 = {
     "shuffled": partial(shuffled, 21),
     "own generator": lambda: shuffled(21, generator=torch.Generator().manual_seed(5)),
     "own batches": lambda: buckets(torch.Generator().manual_seed(5)),
-    "lazy sampler": lambda: DataLoader(Numbers(21), 3, sampler=Drawing()),
+    "lazy sampler": lambda: DataLoader(Numbers(21), 3, sampler=DrawingSampler()),
     "workers": partial(shuffled, 21, num_workers=2, multiprocessing_context="fork"),
     "listed": lambda: list(DataLoader(Numbers(21), 3)),
     "derived": lambda: type("Derived", (DataLoader,), {})(Numbers(21), 3, shuffle=True),

@@ -89,7 +89,7 @@ def test_after_a_checkpoint_with_another_metric_the_best_evaluation_is_sought_an
     )
 
 
-class Points(Task):
+class Graded(Task):
     """Five points with labels for validation, under the name `valid_sets` gives them."""
 
     valid_sets = ("",)
@@ -109,7 +109,7 @@ class Points(Task):
         return Loss((model(x) - y).square().mean(), len(x))
 
 
-class Unreadable(Points):
+class Unreadable(Graded):
     def dataset(self, split):
         class WithoutLabels(TensorDataset):
             def __getitem__(self, index):
@@ -119,24 +119,24 @@ class Unreadable(Points):
         return whole if split == "train" else {"news": WithoutLabels(*whole.tensors)}
 
 
-class Uncollated(Points):
+class Uncollated(Graded):
     @staticmethod
     def collate(samples):
         return samples[99]
 
 
-class Fails(Points):
+class Fails(Graded):
     def loss(self, model, batch):
         x, _ = batch
         assert x.dtype == torch.float64, "points must be\nfloat64"
 
 
-class OfNoLoss(Points):
+class OfNoLoss(Graded):
     def loss(self, model, batch):
         return super().loss(model, batch).mean
 
 
-class Nowhere(Points):
+class Nowhere(Graded):
     valid_sets = ()
 
     def loss(self, model, batch):
@@ -144,7 +144,7 @@ class Nowhere(Points):
 
 
 def check(kind, micro_batch_size=2, best="eval_loss"):
-    config = Config(task="own:Points", train=TrainConfig(micro_batch_size=micro_batch_size))
+    config = Config(task="own:Graded", train=TrainConfig(micro_batch_size=micro_batch_size))
     task = kind(config)
     nodes = SimpleNamespace(nodes=((0,),))
     world = SimpleNamespace(rank=0, size=1, topology=nodes, gather=lambda value: [value])
@@ -165,20 +165,20 @@ def check(kind, micro_batch_size=2, best="eval_loss"):
             assert torch.equal(value, before[name]), name
 
 
-class Countless(Points):
+class Countless(Graded):
     """Its first micro-batch has nothing to take a mean over."""
 
     def loss(self, model, batch):
         return Loss(super().loss(model, batch).mean, 0)
 
 
-@pytest.mark.parametrize("kind", [Points, Nowhere, Countless])
+@pytest.mark.parametrize("kind", [Graded, Nowhere, Countless])
 @pytest.mark.parametrize("micro_batch_size", [1, 8])
 def test_a_task_that_can_be_evaluated_passes_and_leaves_no_trace(kind, micro_batch_size):
     check(kind, micro_batch_size)
 
 
-class Derives(Points):
+class Derives(Graded):
     """Has metrics that are computed of others, which not every batch can have."""
 
     valid_sets = ("news", "books")
@@ -202,17 +202,17 @@ class Lacks(Derives):
         return {"rate": metrics["of another batch"]}
 
 
-class Misspells(Points):
+class Misspells(Graded):
     def derive(self, loss, metrics):
         return {"root": loss.sqrt()}
 
 
-class ReturnsNothing(Points):
+class ReturnsNothing(Graded):
     def derive(self, loss, metrics):
         metrics["root"] = loss**0.5
 
 
-class ReturnsText(Points):
+class ReturnsText(Graded):
     def derive(self, loss, metrics):
         return {"root": f"{loss**0.5:.3f}"}
 
@@ -227,7 +227,7 @@ def test_derived_metrics_are_numbers_of_any_kind_and_become_floats():
 @pytest.mark.parametrize(
     ("kind", "best", "names"),
     [
-        (Points, "accuracy:max", "eval_loss"),
+        (Graded, "accuracy:max", "eval_loss"),
         (Derives, "news root", None),
         (Derives, "books loss", None),
         (
@@ -261,7 +261,7 @@ def test_a_best_metric_that_evaluations_will_not_have_is_refused_at_the_start(ki
     ],
 )
 def test_an_error_of_the_task_is_one_line_with_its_place(kind, sentence):
-    with pytest.raises(ValueError, match=f"^--task own:Points: .*{re.escape(sentence)}") as raised:
+    with pytest.raises(ValueError, match=f"^--task own:Graded: .*{re.escape(sentence)}") as raised:
         check(kind)
     has_returned = kind in (OfNoLoss, ReturnsNothing, ReturnsText)
     line = re.search(r"\(\w+\.py, line \d+\)$", str(raised.value))

@@ -279,7 +279,7 @@ def test_a_configured_schedule_goes_on_where_a_run_has_stopped():
     assert whole[4:] == rates(4, 5)
 
 
-class Decaying(torch.optim.lr_scheduler.LRScheduler):
+class DecayingRate(torch.optim.lr_scheduler.LRScheduler):
     """A scheduler of the weight decay."""
 
     def get_lr(self):
@@ -306,7 +306,7 @@ ONE_CYCLE = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps
             {*CYCLE, "max_lr", "min_lr"},
         ),
         (partial(ONE_CYCLE, cycle_momentum=False), {"lr", "initial_lr", "max_lr", "min_lr"}),
-        (Decaying, {"lr", "initial_lr", "weight_decay"}),
+        (DecayingRate, {"lr", "initial_lr", "weight_decay"}),
     ],
 )
 def test_a_scheduler_sets_these_options(make, moved):

@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 import torch
-from first_of_two import STAGES, WORLDS, FirstOfTwo, assert_same_weights
+from first_of_two import STAGES, WORLDS, FirstOfTwo, OnesOfRank0, assert_same_weights
 from first_of_two import zero as zero_of
 from handmade import Lion, Multiplied
 from torch import nn
@@ -391,15 +391,15 @@ class Copying(torch.optim.SGD):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @STAGES
 def test_rank_0s_values_travel_once_and_before_the_torch_optimizer_is_made(stage, dtype):
-    class OnesOfRank0(FirstOfTwo):
+    class Counting(OnesOfRank0):
         def broadcast(self, tensor, root=0):
             sent.append(tensor.numel())
-            return super().broadcast(tensor.fill_(1))
+            return super().broadcast(tensor, root)
 
     sent, model = [], nn.BatchNorm1d(3).to(dtype)
     nn.init.constant_(model.weight, 2.0)
     model.bias.requires_grad_(False)
-    optimizer = zero(model, Copying, OnesOfRank0, model=model, stage=stage, partition="element")
+    optimizer = zero(model, Copying, Counting, model=model, stage=stage, partition="element")
     values = list(model.state_dict().values())
     assert sum(sent) == sum(tensor.numel() for tensor in values)
     for tensor in (*values, *optimizer._inner.copies):

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from first_of_two import STAGES, FirstOfTwo, zero
+from first_of_two import STAGES, FirstOfTwo, OnesOfRank0, zero
 from torch import nn
 
 from zero import SingleProcessCollectives
@@ -144,10 +144,6 @@ def test_nothing_is_said_of(name, stage):
 
 @STAGES
 def test_a_new_optimizer_takes_rank_0s_values_of_what_no_other_goes_on_to_train(stage):
-    class OnesOfRank0(FirstOfTwo):
-        def broadcast(self, tensor, root=0):
-            return super().broadcast(tensor.fill_(1))
-
     model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("new", "left", "other", "none")})
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     kept = over(model, "other", stage=stage), over(model, "new", "left", stage=stage)
